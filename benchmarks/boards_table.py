@@ -31,6 +31,12 @@ from collapipe_flwr.models.spec import FROZEN_DTYPES, BatchShape
 SIZES = (SMOLLM2, LLAMA_1B, LLAMA_3B, QWEN_4B, LLAMA_8B)
 LENGTH, SIZE, COUNT, RANK, DEVICES = 256, 1, 4, 8, 4
 ROOMY = "64gb"
+ROLES = {
+    "control-unit": "control unit",
+    "control-unit-and-edge": "control unit that is the edge",
+    "device": "device",
+    "edge": "edge",
+}
 _GIB, _MIB = 2**30, 2**20
 
 
@@ -63,24 +69,27 @@ def prediction_table(sizes: Iterable[ModelSize] = SIZES) -> str:
 
 
 def measured_table(cases: Iterable[dict[str, Any]]) -> str:
-    """One row per role that was measured, of devices the largest; how far off it was foreseen."""
-    largest: dict[tuple[str, str, str], dict[str, Any]] = {}
+    """One row per model and mode: MiB measured, and how far off it was predicted."""
+    rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for case in cases:
-        key = (case["model"], case["mode"], case["role"].partition(" ")[0])
         if case.get("predicted_bytes") and case["lasting_bytes"]:
-            known = largest.setdefault(key, case)
-            largest[key] = max(known, case, key=lambda each: each["lasting_bytes"])
-    lines = [
-        "| model | mode | role | measured MiB | predicted MiB | off by |",
-        "|---|---|---|---:|---:|---:|",
-    ]
-    for case in largest.values():
-        seen, said = case["lasting_bytes"], case["predicted_bytes"]
-        lines.append(
-            f"| {case['model']} | {case['mode']} | {case['role']} | {seen / _MIB:.0f} "
-            f"| {said / _MIB:.0f} | {100 * (said / seen - 1):+.0f} % |"
-        )
+            row = rows.setdefault((case["model"], case["mode"]), {})
+            known = row.setdefault(case["role"].partition(" ")[0], case)
+            row[case["role"].partition(" ")[0]] = max(known, case, key=_lasting)
+    lines = [f"| model | mode | {' | '.join(ROLES.values())} |", "|---|---|" + "---:|" * len(ROLES)]
+    for (model, mode), row in rows.items():
+        cells = [_compared(row[role]) if role in row else "-" for role in ROLES]
+        lines.append(f"| {model} | {mode} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _lasting(case: dict[str, Any]) -> float:
+    return float(case["lasting_bytes"])
+
+
+def _compared(case: dict[str, Any]) -> str:
+    seen, said = case["lasting_bytes"], case["predicted_bytes"]
+    return f"{seen / _MIB:.0f}, {100 * (said / seen - 1):+.0f} %"
 
 
 def main() -> None:

@@ -14,6 +14,13 @@ from pathlib import Path
 from typing import Any
 
 _GIB = 2**30
+_ROLES = {
+    "whole": "whole model",
+    "control-unit": "control unit",
+    "control-unit-and-edge": "control unit that is the edge",
+    "device": "largest of four devices",
+    "edge": "edge",
+}
 _PLACE = re.compile(r"(<!-- table memory -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -24,38 +31,30 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def table(cases: list[dict[str, Any]]) -> str:
-    """One row per role in Markdown, GiB, of devices the largest; say what was left out and why."""
-    lines = [
-        "| model | mode | role | peak GiB | of it anonymous | of the whole model | message MB "
-        "| of it the edge's |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    largest: dict[tuple[str, str, str], dict[str, Any]] = {}
+    """One row per model and mode in Markdown: peak GiB by role, MB of a message."""
+    lines = [f"| model | mode | {' | '.join(_ROLES.values())} | message MB |"]
+    lines.append("|---|---|" + "---:|" * (len(_ROLES) + 1))
+    rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for case in cases:
-        key = (case["model"], case["mode"], case["role"].partition(" ")[0])
-        known = largest.setdefault(key, case)
-        if (case["peak_bytes"] or 0) > (known["peak_bytes"] or 0):
-            largest[key] = case
-    return "\n".join([*lines, *map(_row, largest.values())])
+        row = rows.setdefault((case["model"], case["mode"]), {})
+        role = case["role"].partition(" ")[0]
+        if role not in row or (case["peak_bytes"] or 0) > (row[role]["peak_bytes"] or 0):
+            row[role] = case
+    for (model, mode), row in rows.items():
+        cells = [_gib(row.get(role)) for role in _ROLES]
+        sizes = [case["message_bytes"] for case in row.values() if case.get("message_bytes")]
+        cells.append(f"{sizes[0] / 1e6:.1f}" if sizes else "-")
+        lines.append(f"| {model} | {mode} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
-def _row(case: dict[str, Any]) -> str:
-    start = f"| {case['model']} | {case['mode']} | {case['role']} |"
-    if case["peak_bytes"] is None:
-        return f"{start} not run: {case['left_out']} | - | - | - | - |"
-    share = f"{case['ratio']:.2f}"
-    if not case["whole_model_measured"]:
-        share += " of its state alone"
+def _gib(case: dict[str, Any] | None) -> str:
+    """The peak of a role; why it was not run."""
+    if case is None:
+        return "-"
     return (
-        f"{start} {case['peak_bytes'] / _GIB:.2f} | {case['peak_anonymous_bytes'] / _GIB:.2f} "
-        f"| {share} | {_mb(case, 'message_bytes')} | {_mb(case, 'edge_message_bytes')} |"
+        str(case["left_out"]) if case["peak_bytes"] is None else f"{case['peak_bytes'] / _GIB:.2f}"
     )
-
-
-def _mb(case: dict[str, Any], name: str) -> str:
-    """Megabytes of a control unit's message; files of earlier versions have none."""
-    size = case.get(name)
-    return "-" if size is None else f"{size / 1e6:.1f}"
 
 
 def main() -> None:
