@@ -9,7 +9,6 @@ meanings from ``reference/keys.toml``, names from the page itself.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import pkgutil
 import re
