@@ -1,9 +1,9 @@
-"""Chains: everything about layout rows that does not depend on power, and their price given it.
+"""Chains: everything about layout rows that does not depend on power, and their prices given it.
 
-``chain_of`` gathers times, payloads and limits once; ``price_rows`` turns hop times into round
-latency and energy. A chain plus hop times is a plan; a chain alone is what the radio optimises.
-``schedule_rows`` adds warm-up depths: J on every stage *is* GPipe; under 1F1B they are as deep as
-memory allows and no deeper than useful (`warm_up`).
+``chain_of`` gathers times, payloads and limits once; ``price_rows`` turns hop times into the
+round's latency and energy. A chain with hop times is a plan; a chain alone is what the radio
+optimises. ``schedule_rows`` adds warm-up depths: with J on every stage, 1F1B *is* GPipe; otherwise
+they are as deep as memory allows and no deeper than useful (`warm_up`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from collapipe_flwr.costs.work import (
     steps_of,
 )
 
-FEW_STEPS = 40  # are played faster one by one
-EARLY = 0.97  # of the round: of many clusters, those that end before need end no sooner
-NEAR = 1.003  # times the bound: steps of many clusters need not be shorter
+FEW_STEPS = 40  # up to so many are replayed faster one by one
+# With many clusters, the search for depths ends for a step that is
+EARLY = 0.97  # over at this share of the round, or
+NEAR = 1.003  # this close to its lower bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +102,12 @@ def _power_limits(tables: Tables, rows: Layouts, hops: Hops) -> Array:
 
 
 def hop_bandwidth_hz(chain: Chain, edge_hz_r: Array) -> Array:
-    """Bandwidth of every hop, (R, S + 1), given each row's share towards the edge."""
+    """Return the bandwidth of every hop, (R, S + 1), given each row's share towards the edge."""
     return np.where(chain.hops.shared, edge_hz_r[:, None], chain.d2d_hz_rh)
 
 
 def full_power_times(chain: Chain, edge_hz_r: Array) -> Array:
-    """Shortest hop times, (R, S + 1, 2) for forward and backward; 0 on unused hops."""
+    """Return hop times at full power, (R, S + 1, 2): forward, backward; 0 on unused hops."""
     width = hop_bandwidth_hz(chain, edge_hz_r)[:, :, None]
     snr = chain.power_max_w / chain.noise_over_gain[:, :, None]
     times = send_time_s(chain.hops.bits[:, :, None], width, snr)
@@ -114,7 +115,7 @@ def full_power_times(chain: Chain, edge_hz_r: Array) -> Array:
 
 
 def powers_for(chain: Chain, edge_hz_r: Array, times: Array) -> Array:
-    """Transmit powers that achieve ``times``, (R, S + 1, 2); 0 on unused hops."""
+    """Return transmit powers that achieve ``times``, (R, S + 1, 2); 0 on unused hops."""
     width = hop_bandwidth_hz(chain, edge_hz_r)[:, :, None]
     safe = np.where(chain.hops.used[:, :, None], times, 1.0)
     power = power_for_time_w(
@@ -126,7 +127,7 @@ def powers_for(chain: Chain, edge_hz_r: Array, times: Array) -> Array:
 def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
     """Latency and energy of every row with the given hop times and powers.
 
-    Of every choice of times where they have an axis more in front.
+    ``times`` and ``powers`` may have a leading axis of alternatives.
     """
     count = chain.rows.micro_batches_r.astype(np.float64)
     makespan = makespan_of(chain, times)
@@ -143,10 +144,10 @@ def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
 
 
 def played(chain: Chain, times: Array, bounded: RowPrices, rows: Ints | None = None) -> RowPrices:
-    """Replace the bounds of `price_rows` for these times by 1F1B makespans of ``rows`` as played.
+    """Replace 1F1B's bounds of `price_rows` by the makespans of a replay, for ``rows`` or for all.
 
-    Of many clusters those are quick enough that are near the bound, or end well within what the
-    round lasts at least.
+    With many clusters, depths are searched no further once a step is near its bound, or ends well
+    within the least duration of the round.
     """
     if chain.options.schedule == "gpipe":
         return bounded
@@ -163,32 +164,32 @@ def played(chain: Chain, times: Array, bounded: RowPrices, rows: Ints | None = N
 
 
 def _step_within(chain: Chain, latency_s: float) -> Array:
-    """How long every row's step may take for its round to last so long, (R,)."""
+    """Return the seconds of a step with which every row's round takes ``latency_s``, (R,)."""
     return np.asarray((latency_s - chain.fixed_s) / chain.steps_r)
 
 
 def makespan_of(chain: Chain, times: Array) -> Array:
-    """Makespan of every row with the given hop times: GPipe's exactly, 1F1B's lower bound.
+    """Return the makespan of every row with these hop times: GPipe's exact, 1F1B's lower bound.
 
-    Of every choice of times where they have an axis more in front.
+    ``times`` may have a leading axis of alternatives.
     """
     shape = (*times.shape[:-2], chain.forward_stage_s.shape[1])
     both = (chain.forward_stage_s, chain.backward_stage_s)
     stage_s = [np.broadcast_to(seconds, shape) for seconds in both]
     hop_s = (times[..., 0], times[..., 1])
     count = chain.rows.micro_batches_r.astype(np.float64)
-    # Few clusters play what they choose from, and need no closer bound.
+    # Few clusters replay what they choose from, and need no closer bound.
     held = None if chain.tables.few else np.broadcast_to(1.0 * chain.held_rs, shape)
     return step_makespan_s(chain.options, stage_s, hop_s, count, held=held)
 
 
 def latency_of(chain: Chain, times: Array) -> Array:
-    """Seconds of every row's round with the given hop times, as `makespan_of` has them."""
+    """Return the seconds of every row's round, with the makespans of `makespan_of`."""
     return np.asarray(chain.fixed_s + chain.steps_r * makespan_of(chain, times))
 
 
 def step_times(chain: Chain, times: Array, row: int) -> StepTimes:
-    """One row's stage and hop times, without the padding."""
+    """Return one row's stage and hop times, without the padding."""
     stages = [*range(chain.rows.depth_of(row) + 1), -1]
     ahead, back = chain.forward_stage_s[row, stages], chain.backward_stage_s[row, stages]
     hops = times[row, : len(stages) - 1]
@@ -200,12 +201,12 @@ def step_times(chain: Chain, times: Array, row: int) -> StepTimes:
 
 
 def _stages(chain: Chain, rows: Ints) -> list[int]:
-    """Places of control unit, used slots and edge among S + 2."""
+    """Return the columns, of S + 2, of the control unit, the used slots and the edge."""
     return [*range(int(chain.rows.depth_r[rows].max()) + 1), -1]
 
 
 def _many_steps(chain: Chain, times: Array, rows: Ints, stages: list[int]) -> ManySteps:
-    """`step_times` of many rows."""
+    """Return `step_times` of many rows as arrays."""
     hops = np.zeros((len(stages), len(rows), 2))
     hops[:-1] = times[rows, : len(stages) - 1].swapaxes(0, 1)
     used_kr = np.arange(len(stages))[:, None] <= chain.rows.depth_r[rows]
@@ -226,7 +227,7 @@ def deepest(chain: Chain, which: Ints) -> Ints:
 
 
 def _in_stages(chain: Chain, row: int, depth_s: Ints) -> Depths:
-    """Of control unit, devices and edge of one row, without the padding."""
+    """Return one row's depths of control unit, devices and edge, without the padding."""
     depths: list[int] = depth_s.tolist()
     return (*depths[: chain.rows.depth_of(row) + 1], depths[-1])
 
@@ -234,9 +235,9 @@ def _in_stages(chain: Chain, row: int, depth_s: Ints) -> Depths:
 def choose_depths(
     chain: Chain, times: Array, which: Ints, least_r: Array | None = None
 ) -> tuple[Ints, Array]:
-    """Depths of all stages of these rows, (R, S + 2), and seconds of their steps under 1F1B, (R,).
+    """Choose depths under 1F1B, (R, S + 2); return them and the seconds of a step, (R,).
 
-    ``least_r`` are lower bounds of these seconds, which end the search. On unused slots depths mean
+    The search ends at ``least_r``, lower bounds of these seconds. Depths of unused slots mean
     nothing.
     """
     least_r = np.full(len(which), -np.inf) if least_r is None else least_r
@@ -260,10 +261,10 @@ def choose_depths(
 def schedule_rows(
     chain: Chain, times: Array, known: RowPrices | None = None
 ) -> tuple[list[Depths], Array]:
-    """Depths per stage and makespan of every row.
+    """Return depths per stage and the makespan of every row.
 
-    Depths are J everywhere under GPipe, chosen by replay under 1F1B; of many rows those that are
-    ``known`` from it.
+    Depths are J everywhere under GPipe, chosen by replay under 1F1B. Of many rows, those that are
+    ``known`` are not chosen again.
     """
     rows = chain.rows
     if chain.options.schedule == "gpipe":
@@ -277,7 +278,7 @@ def schedule_rows(
 
 
 def flight_table(chain: Chain, depths: Sequence[Depths]) -> Array:
-    """Depths in columns: control unit, slots, edge; 0 on unused slots, (R, S + 2)."""
+    """Tabulate depths: control unit, slots, edge; 0 on unused slots, (R, S + 2)."""
     table = np.zeros((len(depths), chain.rows.member_rs.shape[1] + 2))
     for row, each in enumerate(depths):
         table[row, : len(each) - 1] = each[:-1]
@@ -286,7 +287,7 @@ def flight_table(chain: Chain, depths: Sequence[Depths]) -> Array:
 
 
 def planned_makespan_s(chain: Chain, times: Array, depths: Sequence[Depths]) -> Array:
-    """Makespans of given depths: the closed form where all are J, played elsewhere."""
+    """Return makespans of given depths: by the closed form where all are J, else by replay."""
     result = np.zeros(len(depths))
     for row, each in enumerate(depths):
         count, step = int(chain.rows.micro_batches_r[row]), step_times(chain, times, row)

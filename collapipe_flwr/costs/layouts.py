@@ -77,7 +77,7 @@ class Layouts:
 
 
 def stack(parts: list[Layouts]) -> Layouts:
-    """All rows of ``parts``, slots padded to the widest."""
+    """Stack the rows of ``parts``, slots padded to the widest."""
     width = max(part.member_rs.shape[1] for part in parts)
     return Layouts(
         cluster_r=np.concatenate([p.cluster_r for p in parts]),
@@ -101,7 +101,7 @@ def _behind(rows: Layouts) -> int:
 
 
 def replaced(rows: Layouts, where: Ints, new: Layouts) -> Layouts:
-    """``rows`` with ``new`` at positions ``where``, no wider than needed."""
+    """Put ``new`` at positions ``where`` of ``rows``, no wider than needed."""
     source = np.arange(len(rows))
     source[where] = len(rows) + np.arange(len(new))
     merged = stack([rows, new]).take(source)
@@ -168,14 +168,14 @@ def hops_of(tables: Tables, rows: Layouts) -> Hops:
 
 
 def of_members(table_mi: Array, rows: Layouts, padding: float = 0.0) -> Array:
-    """Values of the control unit and of every slot, (R, S + 1); ``padding`` on unused slots."""
+    """Gather values of control unit and slots, (R, S + 1); ``padding`` on unused slots."""
     cluster = rows.cluster_r[:, None]
     slots = np.where(rows.used_rs, table_mi[cluster, np.maximum(rows.member_rs, 0)], padding)
     return np.concatenate([table_mi[rows.cluster_r, 0][:, None], slots], axis=1)
 
 
 def by_member(values_rs: Array, rows: Layouts, shape: tuple[int, ...]) -> Array:
-    """Values of the control unit and of every slot as a table of members, (M, I), 0 elsewhere."""
+    """Scatter values of control unit and slots to their members, (M, I); 0 elsewhere."""
     table = np.zeros(shape)
     table[rows.cluster_r, 0] = values_rs[:, 0]
     row, slot = np.nonzero(rows.used_rs)
@@ -203,7 +203,7 @@ def restricted(snapshot: Snapshot, cluster_ids: Sequence[str]) -> Snapshot:
 
 
 def rows_of_plans(tables: Tables, plans: Sequence[ClusterPlan]) -> Layouts:
-    """One row per plan, cluster m of ``tables`` being plan m's; raises ScheduleError."""
+    """Make a row of each plan, the plan of cluster m of ``tables``; raises ScheduleError."""
     width = max(len(plan.segments) for plan in plans)
     members = np.full((len(plans), width), UNUSED, dtype=np.int64)
     stops = np.full((len(plans), width), tables.num_blocks, dtype=np.int64)
@@ -225,7 +225,7 @@ def rows_of_plans(tables: Tables, plans: Sequence[ClusterPlan]) -> Layouts:
 
 
 def _member_indices(tables: Tables, m: int, plan: ClusterPlan) -> Ints:
-    """Of the first device of every segment; replicas must be connected as well."""
+    """Return the index of every segment's first device; its replicas must be connected, too."""
     index = member_indices(tables, m)
     missing = [name for name in plan.device_ids if name not in index]
     if missing:
@@ -237,13 +237,13 @@ def _member_indices(tables: Tables, m: int, plan: ClusterPlan) -> Ints:
 
 
 def member_indices(tables: Tables, m: int) -> dict[str, int]:
-    """Place on the member axis of every device of a cluster."""
+    """Return the place on the member axis of every device of a cluster."""
     devices = tables.snapshot.clusters[m].profile.devices
     return {device.device_id: n + 1 for n, device in enumerate(devices)}
 
 
 def with_codecs(tables: Tables, rows: Layouts, codec_rh: Ints) -> Tables:
-    """``tables`` in which the hops of ``rows``, one per cluster, have these codecs."""
+    """Return ``tables`` in which the hops of ``rows``, one per cluster, have these codecs."""
     hops, codec = hops_of(tables, rows), tables.codec_mij.copy()
     cluster = np.broadcast_to(rows.cluster_r[:, None], hops.sender.shape)[hops.used]
     codec[cluster, hops.sender[hops.used], hops.receiver[hops.used]] = codec_rh[hops.used]
@@ -251,7 +251,7 @@ def with_codecs(tables: Tables, rows: Layouts, codec_rh: Ints) -> Tables:
 
 
 def planned_codecs(tables: Tables, rows: Layouts, plans: Sequence[ClusterPlan]) -> Tables:
-    """``tables`` with the codecs of ``plans``, whose rows these are."""
+    """Return ``tables`` with the codecs of ``plans``, whose rows these are."""
     codec = hops_of(tables, rows).codec.copy()
     for m, plan in enumerate(plans):
         codec[m, : len(plan.hops)] = [codec_index(hop.codec) for hop in plan.hops]

@@ -1,7 +1,7 @@
 """How long one step takes: GPipe's closed form and 1F1B's lower bound.
 
-Links are stages of the flow shop. Arrays have the pipeline on their last axis and zeros where a
-plan has no stage, so padding changes neither sums nor maxima. Our reconstruction.
+Links count as stages of a flow shop. Arrays have the pipeline on their last axis, and zeros where a
+plan has no stage: padding changes neither sums nor maxima. Our reconstruction.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def gpipe_makespan_s(stage_s: Both, hop_s: Both, micro_batches: ArrayLike, axis:
 def _least_idle_s(
     passes: Sequence[Array], hops: Sequence[Array], tail: Array, most: Array, micro_batches: Array
 ) -> Array:
-    """Bound how long every stage idles at least, at any depth up to ``most``; stages in front.
+    """Bound from below how long every stage idles, at any depth up to ``most``; (K + 2, ...).
 
     With depth d it makes d forward passes before its first backward pass, as fast as they come,
     which waits for ``tail``, and d backward passes behind its last forward pass, as fast as the
@@ -95,12 +95,12 @@ def _overlapped_makespan_s(
     axis: int,
     held: Array | None,
 ) -> Array:
-    """Bound a step from below when passes overlap (1F1B); it nearly takes so long.
+    """Bound a step from below when passes overlap (1F1B); the bound is nearly reached.
 
-    A stage works J times both passes; before, the first micro-batch has passed what stands ahead of
-    it, and after, the last gradient passes it. It idles while all that it can hold is on the way to
-    the edge and back, and while it is fed. In one direction, a stage or a link works J times within
-    a trip of its own.
+    A stage works J times both passes; before, the first micro-batch has passed the stages ahead of
+    it, and after, the last gradient passes them. It idles while all that it can hold is on the way
+    to the edge and back, and while its first ones arrive. In one direction, a stage or a link works
+    J times within one trip.
     See ``warm_up`` and docs/theory-appendix.md, 5.5.
     """
     both = [np.moveaxis(np.asarray(each), axis, 0) for each in stage_s]

@@ -1,9 +1,9 @@
 """Warm-up depths: how many micro-batches each stage has in flight under 1F1B.
 
-A stage that may go deeper than the textbook's hides slow links and waits less for slower stages
-behind it; one that goes too deep keeps activations for nothing, and holds gradients back for the
-stages ahead. The last stage has its gradient at once and stays at 1. Depths are
-judged by playing a step with them.
+A stage that is deeper than in the textbook's schedule hides slow links and waits less for slower
+stages behind it; one that is too deep keeps activations for nothing and delays gradients for the
+stages ahead. The last stage has its gradient at once and stays at 1. Depths are judged by
+replaying a step with them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def choose_warm_up(
 ) -> WarmUp:
     """Choose depths that make a step short, none deeper than needed; limits must not rise.
 
-    A few combinations are tried, which `tests/costs/test_warm_up.py` compares with all that exist.
-    Depths with which a step is near ``least_s``, a lower bound for all depths, need not be least.
+    A few combinations are tried; `tests/costs/test_warm_up.py` compares them with all that exist.
+    Once a step is near ``least_s``, a lower bound for all depths, depths are not trimmed.
     """
     play = cache(lambda depths: one_f_one_b_makespan_s(step, depths, micro_batches))
     found = _search(play, limit, micro_batches, least_s)

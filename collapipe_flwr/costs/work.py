@@ -1,21 +1,21 @@
 """What computing costs: stage times, once-a-round transfers, energy and peak memory of layout rows.
 
 Stages are the control unit (embedding), the segment slots and the edge (decoder), (R, S + 2). An
-edge that is no member is mains-powered and the link to the Flower server is not a radio of ours:
-neither counts in energies. Our reconstruction. A control unit that is the edge is one processor
-(`busier_end`), which spends the energy of both parts.
+edge that is no member is mains-powered and the link to the Flower server is no battery-driven
+radio: neither counts in energies. A control unit that is the edge is one processor (`busier_end`),
+which spends the energy of both parts. Our reconstruction.
 
-A pass of a micro-batch of s examples through a stage of n blocks takes ``s FLOP / speed`` and n
+A pass of a micro-batch of s examples through a stage of n blocks takes ``s FLOP / speed`` plus n
 times the overhead of its device: what starting an operation costs, however small its operands are.
-Of ``overhead_s`` a forward pass takes a third and a backward pass two, as of the operations. While
-it computes, a board draws ``speed x energy per FLOP`` watts, during overheads, too.
+A forward pass takes a third of ``overhead_s`` and a backward pass two thirds, as they have
+operations. While it computes, a board draws ``speed x energy per FLOP`` watts, overheads included.
 
 Memory is the hard constraint of every plan. A device holds the state of its blocks (weights,
 gradients, optimizer) and, for every micro-batch in flight, the activations between forward and
-backward, besides what a pass holds for a moment (gradients of activations, the largest of a segment
-counts). With re-computation only each block's input stays, plus one block's activations while it
-is computed again. What a device keeps of a round for the next one is less than the state of its
-blocks, and is gone or part of the new blocks before these are complete, so it is not priced again.
+backward; besides, what a pass holds for a moment (gradients of activations: the largest of a
+segment counts). With re-computation only each block's input stays, plus one block's activations
+while it is computed again. What a device keeps from one round to the next is less than the state of
+its blocks, and is freed or reused before the new blocks are complete, so it is not priced again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from collapipe_flwr.costs.tables import BlockTable, Tables
 
 SAME = 1e-12  # relative: a plan may hold its share exactly
 OPTIMISER_FLOP_PER_BYTE = 3.0  # AdamW: about 12 operations on each 4-byte parameter
-NO_ROOM = -1.0  # bytes, where not even an empty block may be
+NO_ROOM = -1.0  # bytes: a device that may hold no block here
 AHEAD, BACK = 1 / 3, 2 / 3  # shares of ``overhead_s`` in a forward and a backward pass
 NOTHING = BlockCost(
     forward_flop=0.0,
@@ -113,7 +113,7 @@ def busier_end(model: ModelProfile) -> int:
 
 
 def edge_speeds(tables: Tables, options: PricingOptions) -> Array:
-    """Operations per second that its edge spends on each cluster, (M,).
+    """Return the operations per second that each cluster gets of its edge, (M,).
 
     A cluster file's edge is divided by its clusters, that of the snapshot only on request.
     """
@@ -128,7 +128,7 @@ def local_steps(examples: Array, batch: ArrayLike) -> Array:
 
 
 def steps_of(tables: Tables, rows: Layouts) -> Array:
-    """Local steps H of every row, (R,)."""
+    """Return the local steps H of every row, (R,)."""
     return local_steps(tables.examples_m[rows.cluster_r], rows.batch_r)
 
 
@@ -146,13 +146,13 @@ def bulk_of(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
 
 
 def server_s(tables: Tables, clusters: Ints | int) -> Array:
-    """Seconds of a round's weights from the Flower server to ``clusters`` and back."""
+    """Return the seconds that weights take from the Flower server to ``clusters`` and back."""
     whole = tables.snapshot.model.embedding.parameter_bytes + tables.blocks.parameter_bytes_l[-1]
     return np.asarray(2.0 * 8.0 * whole / tables.server_rate_m[clusters])
 
 
 def hand_out_s(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
-    """Seconds in which each slot's weights get to its device, and from there back, (R, S)."""
+    """Return the seconds of each slot's weights to its device, and back, (R, S) each."""
     cluster = rows.cluster_r
     member = np.maximum(rows.member_rs, 0)
     share = tables.share_mij[cluster[:, None], 0, member]
@@ -168,7 +168,7 @@ def hand_out_s(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
 
 
 def radio_energy_j(count_r: Array, forward_hop_j: Array, backward_hop_j: Array) -> Array:
-    """Joules of the pipeline's transmissions, (R, S + 1), from energies per transmission.
+    """Return the joules of the pipeline's transmissions, (R, S + 1), from those of one each.
 
     Hop k is sent forward by stage k and backward by stage k + 1; the edge's share is dropped.
     """
@@ -178,7 +178,7 @@ def radio_energy_j(count_r: Array, forward_hop_j: Array, backward_hop_j: Array) 
 
 
 def peak_bytes(tables: Tables, rows: Layouts, options: PricingOptions, flight_rs: Array) -> Array:
-    """Peak bytes of every stage, (R, S + 2); ``flight_rs`` micro-batches are in flight there."""
+    """Return peak bytes of every stage, (R, S + 2), with ``flight_rs`` micro-batches in flight."""
     model, size = tables.snapshot.model, rows.micro_batch_size_r[:, None].astype(np.float64)
     state = segment_sums(tables.blocks.state_bytes_l, rows)
     kept_l, once = kept_bytes(tables.blocks, options)
@@ -190,13 +190,13 @@ def peak_bytes(tables: Tables, rows: Layouts, options: PricingOptions, flight_rs
 
 
 def end_bytes(cost: BlockCost, size: Array | float, flight: Array | float) -> Array:
-    """Peak bytes of embedding or decoder with ``flight`` micro-batches of ``size`` in flight."""
+    """Return peak bytes of embedding or decoder, ``flight`` micro-batches of ``size`` in flight."""
     each = np.asarray(flight) * cost.stash_bytes + cost.passing_bytes
     return np.asarray(cost.state_bytes + size * each)
 
 
 def kept_bytes(blocks: BlockTable, options: PricingOptions) -> tuple[Array, float]:
-    """Per example: prefix sums of what a micro-batch in flight keeps, and what one more needs."""
+    """Return bytes per example: prefix sums of what stays in flight, and what a pass adds."""
     if not options.recompute:
         return blocks.stash_bytes_l, blocks.passing_bytes
     inputs_l = np.concatenate([[0.0], np.cumsum(blocks.cut_bytes_l[:-1])])
@@ -204,15 +204,15 @@ def kept_bytes(blocks: BlockTable, options: PricingOptions) -> tuple[Array, floa
 
 
 def segment_bytes(blocks: BlockTable, options: PricingOptions, size: float, flight: float) -> Array:
-    """Peak bytes of a device with blocks l..k-1, (L + 1, L + 1), that has so much in flight."""
+    """Return peak bytes of a device with blocks l..k-1, (L + 1, L + 1), ``flight`` in flight."""
     kept_l, once = kept_bytes(blocks, options)
     return span_sums(blocks.state_bytes_l) + size * (flight * span_sums(kept_l) + once)
 
 
 def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Array:
-    """Bytes that plans may use on every stage, (R, S + 2); an edge is divided by its clusters.
+    """Return the bytes that plans may use on every stage, (R, S + 2).
 
-    There is no room for blocks that a device must not hold.
+    An edge is divided by its clusters. `NO_ROOM` stands for blocks that a device must not hold.
     """
     edge = tables.edges.memory_m[rows.cluster_r][:, None]
     members = of_members(tables.members.memory_mi, rows)
@@ -241,7 +241,7 @@ def share_bytes(
 
 
 def fits(tables: Tables, rows: Layouts, options: PricingOptions) -> Mask:
-    """Rows whose every stage keeps within its memory at the schedule's least depth, (R,)."""
+    """Tell which rows fit into every stage's memory at the schedule's least depth, (R,)."""
     need = peak_bytes(tables, rows, options, least_in_flight(rows, options))
     room = capacity_bytes(tables, rows, options)
     needed = np.pad(rows.used_rs, ((0, 0), (1, 1)), constant_values=True)
@@ -276,7 +276,7 @@ def least_in_flight(rows: Layouts, options: PricingOptions) -> Array:
 
 
 def least_flight(count: ArrayLike, behind: ArrayLike, options: PricingOptions) -> Array:
-    """Of ``count`` micro-batches, what a stage with ``behind`` stages behind it has in flight."""
+    """Return how many of ``count`` a stage with ``behind`` stages behind it has in flight."""
     most = np.asarray(count if options.schedule == "gpipe" else np.add(behind, 1.0))
     return np.asarray(np.minimum(most + np.zeros_like(behind, dtype=np.float64), count))
 
@@ -284,10 +284,9 @@ def least_flight(count: ArrayLike, behind: ArrayLike, options: PricingOptions) -
 def whole_bytes(
     tables: Tables, size: ArrayLike, count: ArrayLike, options: PricingOptions
 ) -> Array:
-    """Memory that training embedding, blocks and decoder on one device takes.
+    """Return the bytes that training the whole model on one device takes.
 
-    With ``count`` micro-batches of ``size``: all of a step's under GPipe, one after the other under
-    1F1B.
+    With ``count`` micro-batches of ``size``: all in flight under GPipe, one at a time under 1F1B.
     """
     model, flight = tables.snapshot.model, np.asarray(count if options.schedule == "gpipe" else 1)
     kept_l, once = kept_bytes(tables.blocks, options)
