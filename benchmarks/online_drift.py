@@ -5,8 +5,8 @@
 
 Number words to digits: the clusters start with numbers below 1,000; while they train, files with
 ever larger numbers arrive, one per cluster and round, as long as the fresh part of a round. Each
-variant is a real `collapipe run`; the files are moved into its stream while it goes on, when the
-round before has ended. The test set holds numbers of all sizes, so forgetting shows.
+variant is a real `collapipe run`; the files are moved into its stream while it goes on, each a
+round before it is read. The test set holds numbers of all sizes, so forgetting shows.
 """
 
 from __future__ import annotations
@@ -63,12 +63,14 @@ def _run(replay_share: float) -> Json:
             (folder / "stream" / str(cluster)).mkdir(parents=True)
         with subprocess.Popen(_command(folder, replay_share), stdin=subprocess.PIPE) as process:
             for number in range(ROUNDS):
-                _await_round(folder, number, process)
+                # A file ahead of the round that reads it: none comes too late, and a round reads no more.
+                _await_round(folder, number - 1, process)
                 for cluster in range(CLUSTERS):
                     low, high = PHASES[number * len(PHASES) // ROUNDS]
                     ready = folder / f"{number:02}-{cluster}.csv"
                     _write(ready, rng.integers(low, high, size=fresh))
                     ready.rename(folder / "stream" / str(cluster) / f"{number:02}.csv")
+            process.wait()  # before its input is closed, which would stop it
         if process.returncode != 0:
             raise SystemExit(f"the run with replay share {replay_share} failed")
         return {"replay_share": replay_share, **_curves(_events(folder))}
