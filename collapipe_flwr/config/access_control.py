@@ -105,7 +105,7 @@ def _add_to_caller(
     known: Caller | None, member: MemberConfig, role: Role, config: ClusterConfig
 ) -> Caller:
     """Add what one file says of a caller to what earlier files said."""
-    shown = frozenset(filter(None, [member.fingerprint])) if config.version else None
+    shown = member.fingerprints if config.version else None
     clusters = frozenset({config.id})
     if known is None:
         return Caller(name=member.name, role=role, clusters=clusters, fingerprints=shown)

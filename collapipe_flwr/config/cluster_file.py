@@ -67,8 +67,14 @@ class MemberConfig:
     memory_mb: float = key(0.0, at_least(0))  # that training may use
     energy_per_gflop_j: float = key(0.0, at_least(0))
     tx_power_w: float = key(0.0, at_least(0))
-    fingerprint: str = key("", _FINGERPRINT)  # of the only certificate that it may show
+    fingerprint: str = key("", _FINGERPRINT)  # of the certificate that it may show
+    earlier_fingerprint: str = key("", _FINGERPRINT)  # of the one before, until that ends
     trusted: bool = key(False)  # may hold the blocks that a run keeps on trusted devices
+
+    @property
+    def fingerprints(self) -> frozenset[str]:
+        """Those of its certificates; empty: any that the CA signed, or it has not joined."""
+        return frozenset(filter(None, (self.fingerprint, self.earlier_fingerprint)))
 
     @property
     def host(self) -> str:

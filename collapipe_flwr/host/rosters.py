@@ -23,6 +23,7 @@ from collapipe_flwr.config.cluster_file import (
 from collapipe_flwr.core.durable import write_text
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
 from collapipe_flwr.transport.roster import Roster, check_roster
+from collapipe_flwr.transport.tls import validity_of
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.5
@@ -62,6 +63,7 @@ class Rosters:
             raise ProtocolError(f"{self._name} was started without a cluster file")
         check_roster(roster, self._ca)
         with self._lock:
+            self._renew(roster.certificate)
             config = self._parsed(roster.text)
             held = self._clusters.get(config.id)
             if held is not None and held.version >= config.version:
@@ -74,13 +76,33 @@ class Rosters:
             known = {**self._clusters, config.id: config}
             access = access_control(known.values(), self._allow)
             self.on_newer(config, roster)
-            self._keep(config, roster.text if config.privacy == asked else cluster_text(config))
+            assert config.path is not None
+            _write(config.path, roster.text if config.privacy == asked else cluster_text(config))
             self._apply(known, access)
             removed = not any(each.has_joined(self._name) for each in known.values())
         _log.info("the roster of %s has version %d", config.id, config.version)
         if removed:
             self.on_removed(f"{self._name} was removed from {config.id}")
         return config.version
+
+    def _renew(self, pem: str) -> None:
+        """Replace this member's certificate by one that ends later, for the same key.
+
+        Raises ProtocolError for one that is not of this CA, name and key.
+        """
+        files = next(iter(self.clusters)).tls_files(self._name)
+        path = None if files is None else files.certificate
+        if not pem or path is None or not path.exists():  # it was given by an option
+            return
+        shown = path.read_bytes()
+        if validity_of(pem.encode())[1] <= validity_of(shown)[1]:
+            return
+        from collapipe_flwr.transport import joining  # a daemon that waits holds little memory
+
+        key = joining.key_in_certificate(shown)
+        joining.check_signed(pem, self._name, key, self._ca.read_bytes())
+        _write(path, pem)
+        _log.info("the certificate of %s is renewed", self._name)
 
     def follow_files(self, stop: threading.Event) -> None:
         """Apply what another process of this machine writes into the files, until ``stop``."""
@@ -113,10 +135,9 @@ class Rosters:
         path = held.path if held is not None else beside.with_name(f"{config.id}.toml")
         return replace(config, path=path)
 
-    @staticmethod
-    def _keep(config: ClusterConfig, text: str) -> None:
-        assert config.path is not None
-        try:
-            write_text(config.path, text)
-        except OSError as error:
-            raise LinkError(f"the roster cannot be kept in {config.path}: {error}") from error
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise LinkError(f"the roster cannot be kept in {path}: {error}") from error

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from hashlib import sha256
 
 import grpc
@@ -32,7 +33,7 @@ from collapipe_flwr.simulation.devices import device_preset
 from collapipe_flwr.transport import joining
 from collapipe_flwr.transport.methods import decode_message, encode_message
 from collapipe_flwr.transport.server import Server, only_message
-from collapipe_flwr.transport.tls import fingerprint
+from collapipe_flwr.transport.tls import fingerprint, is_due
 
 _log = logging.getLogger(__name__)
 _AT_ONCE = 8
@@ -146,7 +147,7 @@ def _kept_certificate(
                 f"{member.name} is a member of {config.id} already, with another key: choose "
                 f"another name with --name, or first `collapipe cluster remove {member.name}`"
             )
-        if before.address == member.address:
+        if before.address == member.address and not is_due(kept, datetime.now(UTC)):
             return kept
     elif registry.was_removed(member.name, key_bytes):
         raise JoinRefused(
@@ -220,13 +221,15 @@ class JoiningService(Server):
     ) -> None:
         self._registry, self._on_joined = registry, on_joined
         self._attempts = JoinAttempts()
+        with registry.changing():
+            files = registry.service_files()
         super().__init__(
             listen,
             {joining.JOIN: self._join},
             threads=_AT_ONCE,
             most_calls=2 * _AT_ONCE,
             most_bytes=MESSAGE_BYTES,
-            tls=registry.service_files(),
+            tls=files,
         )
 
     def _join(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:

@@ -6,11 +6,13 @@ A member that does not have the newest roster gets it again, ever more rarely, u
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 from collapipe_flwr.cluster.profile import Measurements
 from collapipe_flwr.config.access_control import SERVICE_NAME
@@ -25,6 +27,7 @@ from collapipe_flwr.transport.roster import Roster, send_roster
 _log = logging.getLogger(__name__)
 _ROSTER_S, _STATUS_S = 3.0, 2.0  # deadlines
 _LOOK_S = 0.25
+_RENEW_S = 12 * 3600.0  # between looks at the dates of certificates
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
 _SAID_FROM_S = 4.0  # of pauses: it is not just about to start
 _ROSTERS_AT_ONCE, _STATUS_AT_ONCE = 16, 32
@@ -62,12 +65,23 @@ def connection_to(
 
 
 def send_rosters(
-    config: ClusterConfig, members: Iterable[MemberConfig], roster: Roster
+    config: ClusterConfig,
+    members: Iterable[MemberConfig],
+    roster: Roster,
+    certified: Callable[[str], bytes | None] = lambda _: None,
 ) -> dict[str, str]:
-    """Send these members the roster, side by side; return the failures by name, empty if none."""
+    """Send these members the roster, side by side; return the failures by name, empty if none.
+
+    Each gets the certificate in which it is ``certified`` besides.
+    """
     members = list(members)
+
+    def send(member: MemberConfig) -> str:
+        own = replace(roster, certificate=(certified(member.name) or b"").decode())
+        return _send(config, member, own)
+
     with ThreadPoolExecutor(_ROSTERS_AT_ONCE, thread_name_prefix="rosters") as pool:
-        faults = pool.map(lambda member: _send(config, member, roster), members)
+        faults = pool.map(send, members)
         return {member.name: fault for member, fault in zip(members, faults, strict=True)}
 
 
@@ -92,6 +106,7 @@ class RosterSender:
         self._registry, self._clock = registry, clock
         self._sent: dict[tuple[str, str, str], int] = {}  # cluster, member, fingerprint: version
         self._pauses: dict[tuple[str, str, str], tuple[float, float]] = {}  # until, length
+        self._renew_from_s = -math.inf
 
     def watch(self, stop: threading.Event) -> None:
         """Send rosters until ``stop``."""
@@ -105,9 +120,15 @@ class RosterSender:
     def look(self) -> None:
         """Send the newest roster to members that lack it, with a pause after each failure.
 
-        Tokens that expired meanwhile become worthless.
+        Tokens that expired meanwhile become worthless, and certificates are renewed in time.
         """
         self._registry.void_expired()
+        if self._clock() >= self._renew_from_s:
+            self._renew_from_s = self._clock() + _RENEW_S
+            with self._registry.changing():
+                told = self._registry.renew(datetime.now(UTC))
+            for sentence in told:
+                _log.warning("%s", sentence)
         for config in self._registry.clusters().values():
             members = {(config.id, m.name, m.fingerprint): m for m in listeners(config)}
             due = [
@@ -118,7 +139,9 @@ class RosterSender:
             ]
             if due:
                 roster = self._registry.roster(config)
-                faults = send_rosters(config, [members[key] for key in due], roster)
+                faults = send_rosters(
+                    config, [members[key] for key in due], roster, self._registry.certified
+                )
                 for key in due:
                     self._note(key, config.version, faults[members[key].name])
 

@@ -36,7 +36,7 @@ from collapipe_flwr.simulation.devices import device_preset
 from collapipe_flwr.transport import joining
 from collapipe_flwr.transport.connection import Connection
 from collapipe_flwr.transport.roster import check_roster
-from collapipe_flwr.transport.tls import check_validity, fingerprint
+from collapipe_flwr.transport.tls import check_validity, fingerprint, validity_of
 
 PORTS = {Role.DEVICE: 50071, Role.EDGE: 50061, Role.CONTROL_UNIT: 50060, Role.SERVER: 8000}
 _DEADLINE_S = 20.0
@@ -121,7 +121,10 @@ def kind_here() -> str:
 
 
 def membership_of(newcomer: Newcomer, pin: bytes) -> Membership | None:
-    """Find the membership that its files show, if any; raises ConfigError if the CA is another."""
+    """Find the membership that its files show, if any; none if its certificate has ended.
+
+    Raises ConfigError if the CA is another.
+    """
     ca, certificate = newcomer.ca, newcomer.own("pem")
     if not ca.exists():
         return None
@@ -132,11 +135,14 @@ def membership_of(newcomer: Newcomer, pin: bytes) -> Membership | None:
         )
     if not certificate.exists():
         return None
-    shown = fingerprint(certificate.read_bytes())
+    pem = certificate.read_bytes()
+    shown, ends = fingerprint(pem), validity_of(pem)[1]
+    if ends < datetime.now(UTC):
+        return None
     for path in sorted(newcomer.folder.glob("*.toml")):
         config = read_cluster(path)
         for member, role in config.roles:
-            if (member.name, member.fingerprint) == (newcomer.name, shown):
+            if member.name == newcomer.name and shown in member.fingerprints:
                 return Membership(cluster=config, name=newcomer.name, role=role)
     return None
 
@@ -197,7 +203,8 @@ def join(
             connection.call(joining.JOIN, replace(request, only_asks=True))
             request = _with_figures(request, measure(newcomer.name))
         answer = connection.call(joining.JOIN, request, joining.JoinAnswer)
-    joining.check_signed(answer.certificate_pem, newcomer.name, key, ca_pem)
+    own = joining.public_bytes(key.public_key())
+    joining.check_signed(answer.certificate_pem, newcomer.name, own, ca_pem)
     check_roster(answer.roster, newcomer.ca)
     return _settle(newcomer, answer)
 

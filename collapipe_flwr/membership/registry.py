@@ -16,8 +16,10 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
+from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from collapipe_flwr.config.access_control import SERVICE_NAME
@@ -42,7 +44,7 @@ from collapipe_flwr.transport.certificates import (
 )
 from collapipe_flwr.transport.joining import keys_in_certificates
 from collapipe_flwr.transport.roster import Roster, signed_roster
-from collapipe_flwr.transport.tls import fingerprint
+from collapipe_flwr.transport.tls import fingerprint, is_due, validity_of
 
 SHARED = (Role.EDGE, Role.SERVER)  # of all clusters of a folder
 _SINGLE = (Role.CONTROL_UNIT, *SHARED)
@@ -237,6 +239,42 @@ class Registry:
         self._check_names(name, hosts)
         return Authority(self.certs).answer(name, hosts, key)
 
+    def renew(self, now: datetime) -> list[str]:
+        """Sign certificates anew that are about to end; return a sentence each. Under the lock.
+
+        Their keys stay, so members may show either until the first ends. What was left half done is
+        finished. That of a member to whom nothing can be brought is named only.
+        """
+        told = []
+        for cluster_id in self.clusters():
+            for role in Role:
+                for member in self.cluster(cluster_id).having(role):
+                    told += self._renew_member(self.cluster(cluster_id), role, member, now)
+        if is_due(self.ca.read_bytes(), now):
+            told.append(f"the CA in {self.certs} {_ends(self.ca.read_bytes())}: make clusters anew")
+        if (service := self.certified(SERVICE_NAME)) is not None and is_due(service, now):
+            self.service_files()
+        return told
+
+    def _renew_member(
+        self, config: ClusterConfig, role: Role, member: MemberConfig, now: datetime
+    ) -> list[str]:
+        pem = self.certified(member.name) if member.fingerprint else None
+        if pem is None or (fingerprint(pem) == member.fingerprint and not is_due(pem, now)):
+            return []
+        here = (self.certs / f"{member.name}.key").exists()
+        if validity_of(pem)[1] <= now or (role is Role.SERVER and not here):
+            again = "let it join again by a new token"
+            return [f"the certificate of {member.name} {_ends(pem)}: {again}"]
+        if fingerprint(pem) == member.fingerprint:
+            key = x509.load_pem_x509_certificate(pem).public_key()
+            assert isinstance(key, ec.EllipticCurvePublicKey)
+            pem = self.certify(member.name, hosts_of(member, role), key)
+        earlier, shown = member.fingerprint, fingerprint(pem)
+        member = replace(member, fingerprint=shown, earlier_fingerprint=earlier)
+        self.admit(config, role, member)
+        return [f"the certificate of {member.name} is renewed and {_ends(pem)}"]
+
     def _check_names(self, name: str, hosts: tuple[str, ...]) -> None:
         if name.casefold() == SERVICE_NAME:
             raise ConfigError(f"{SERVICE_NAME} lets newcomers in: choose another name")
@@ -302,13 +340,14 @@ class Registry:
     def service_files(self) -> TlsFiles:
         """Issue the joining service a new certificate with its CA, which newcomers know by its pin.
 
+        Under the lock.
+
         With it one can ask members for their status, and nothing else.
         """
-        with self.changing():
-            files = Authority(self.certs).member(SERVICE_NAME)
-            assert files.certificate is not None
-            chain = self.certs / f"{SERVICE_NAME}.chain"
-            write_text(chain, files.certificate.read_text() + self.ca.read_text())
+        files = Authority(self.certs).member(SERVICE_NAME)
+        assert files.certificate is not None
+        chain = self.certs / f"{SERVICE_NAME}.chain"
+        write_text(chain, files.certificate.read_text() + self.ca.read_text())
         return TlsFiles(certificate=chain, key=files.key)
 
     def _write(self, config: ClusterConfig) -> ClusterConfig:
@@ -373,6 +412,10 @@ def hosts_of(member: MemberConfig, role: Role = Role.DEVICE) -> tuple[str, ...]:
     and would let it pass as a server there.
     """
     return tuple(filter(None, (member.host, "127.0.0.1"))) if role is Role.SERVER else ()
+
+
+def _ends(pem: bytes) -> str:
+    return f"ends on {validity_of(pem)[1]:%Y-%m-%d}"
 
 
 def _with(config: ClusterConfig, role: Role, member: MemberConfig) -> ClusterConfig:

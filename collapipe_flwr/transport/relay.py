@@ -253,7 +253,7 @@ def _find_fault(clusters: Iterable[ClusterConfig], name: str, fingerprint: str) 
 
 
 def _may_show(member: MemberConfig, fingerprint: str) -> bool:
-    return member.fingerprint in ("", fingerprint)
+    return not member.fingerprints or fingerprint in member.fingerprints
 
 
 class _Secured:

@@ -19,12 +19,14 @@ class Roster:
     """The text of a cluster file with a version, and the CA's signature in base64.
 
     ``figures`` (JSON of `Measurements`) are what members measured when they joined, for a control
-    unit on another machine than the CA; empty elsewhere.
+    unit on another machine than the CA; empty elsewhere. ``certificate`` is the receiver's own, in
+    PEM, which the CA has signed as well; empty if it is not sent.
     """
 
     text: str
     signature: str
     figures: str = ""
+    certificate: str = ""
 
     @property
     def signed(self) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 import re
 import socket
 import ssl
@@ -24,6 +25,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.transport.methods import Options
 
+_log = logging.getLogger(__name__)
 _ANEW = (
     "take both from one run of `collapipe certs`, or make both anew by `collapipe certs --renew`"
 )
@@ -36,15 +38,32 @@ NOT_DIALLED = (
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Build the credentials of a server.
+    """Build the credentials of a server, which shows a certificate that is renewed from then on.
 
     Raises ConfigError when a file is missing or out of date, or the key is another certificate's.
     """
-    if files.certificate is None or files.key is None:
+    certificate, key = files.certificate, files.key
+    if certificate is None or key is None:
         raise ConfigError("a TLS server needs a certificate and a key")
-    pair = _pair(files.certificate, files.key)
     ca = None if files.ca is None else _certificate(files.ca)
-    return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+    shown = [_pair(certificate, key)]
+
+    def newer() -> grpc.ServerCertificateConfiguration | None:
+        """Read the files before a handshake; None where nothing is new, or of any use."""
+        try:
+            if certificate.read_bytes() == shown[0][1]:
+                return None
+            shown[0] = _pair(certificate, key)
+        except (ConfigError, OSError) as error:
+            _log.warning("an older certificate is shown: %s", error)
+            return None
+        return grpc.ssl_server_certificate_configuration(shown, ca)
+
+    return grpc.dynamic_ssl_server_credentials(
+        grpc.ssl_server_certificate_configuration(shown, ca),
+        newer,
+        require_client_authentication=ca is not None,
+    )
 
 
 def client_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
@@ -162,6 +181,12 @@ def fingerprint(pem: bytes) -> str:
     return sha256(_der(pem)).hexdigest()
 
 
+def is_due(pem: bytes, now: datetime) -> bool:
+    """Return whether a certificate has a third of its time left or less, or has ended."""
+    begins, ends = validity_of(pem)
+    return ends - now <= (ends - begins) / 3
+
+
 def check_validity(path: str, pem: bytes, now: datetime) -> None:
     """Raise ConfigError with the way out when a certificate is not valid now."""
     try:
@@ -171,8 +196,9 @@ def check_validity(path: str, pem: bytes, now: datetime) -> None:
     if now > ends:
         raise ConfigError(
             f"the certificate {path} expired on {ends:%Y-%m-%d}, and this machine's clock says "
-            f"{now:%Y-%m-%d}: make a new one with `collapipe certs --renew`, or set the clock if "
-            "that is in the future (`timedatectl`)"
+            f"{now:%Y-%m-%d}: make a new one with `collapipe certs --renew` (where members "
+            "join by tokens: join again by a new one), or set the clock if that is in the future "
+            "(`timedatectl`)"
         )
     if now < begins:
         raise ConfigError(

@@ -168,7 +168,7 @@ def test_a_member_that_stays_away_is_called_ever_more_rarely_and_mentioned_once(
 ) -> None:
     now_s, called_s = [0.0], list[float]()
 
-    def send(_config: object, members: list[MemberConfig], _roster: Roster) -> dict[str, str]:
+    def send(_config: object, members: list[MemberConfig], *_: object) -> dict[str, str]:
         called_s.append(now_s[0])
         return {member.name: "nobody answers" for member in members}
 
