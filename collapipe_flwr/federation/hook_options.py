@@ -26,6 +26,10 @@ _SEES_CODES = (
     "in another strategy, which would see codes: put that inside, CollaPipe(OtherStrategy("
     "FedAvg(), ...), ...)"
 )
+WITHOUT_MODEL = (
+    "{} has no effect without a model to split, since clients train whole models: pass "
+    "model=SplitModel(...) too, or leave it out"
+)
 _CLIPPED_BY_CLIENTS = (
     DifferentialPrivacyClientSideFixedClipping,
     DifferentialPrivacyClientSideAdaptiveClipping,
@@ -57,10 +61,7 @@ def check_options(
     options = {"optimizer": optimizer, "learning": learning, "edge": edge}
     given = [name for name, value in options.items() if value is not None]
     if model is None and given:
-        raise ConfigError(
-            f"{given[0]} has no effect without a model to split, since clients train whole "
-            "models: pass model=SplitModel(...) too, or leave it out"
-        )
+        raise ConfigError(WITHOUT_MODEL.format(given[0]))
     if not (learning is None or callable(learning) or isinstance(learning, LearningSettings)):
         raise ConfigError(
             "learning must be LearningSettings, or a function of the round that returns them, got "

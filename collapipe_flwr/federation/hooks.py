@@ -52,8 +52,7 @@ from collapipe_flwr.federation.late_updates import LateUpdate, LateUpdates
 from collapipe_flwr.federation.messages import replace_content, restore_arrays
 from collapipe_flwr.federation.movement import MovementMeter
 from collapipe_flwr.federation.open_round import OpenRound
-from collapipe_flwr.federation.planner import DescribedClusters, KnownClusters, planner_of
-from collapipe_flwr.federation.planning import Planning
+from collapipe_flwr.federation.planner import DescribedClusters, KnownClusters, Planning, planner_of
 from collapipe_flwr.federation.records import EXAMPLES
 from collapipe_flwr.federation.rounds import (
     AcceptedReplies,
@@ -239,7 +238,7 @@ class StrategyHooks:
         asked = check_returned(asked, self.inner_strategy, "configure_train")
         messages = self._select_idle(asked)
         nodes = [message.metadata.dst_node_id for message in messages]
-        self._planned = self._plan(server_round, nodes, arrays)
+        self._planned = self._plan(server_round, nodes)
         return self._open_round(self._planned, server_round, arrays, messages)
 
     def aggregate_train(
@@ -261,7 +260,7 @@ class StrategyHooks:
             if arrays:
                 self._round.accept(closed)
             self.late.settle(joined, closed)
-            if closed.plan.binding:
+            if closed.plan.plan is not None:
                 closed.movement = self._movement.measure(closed)
             self._report(closed, metrics)
         return arrays, metrics
@@ -379,13 +378,13 @@ class StrategyHooks:
             raise RunError(why)
         log.warning("%s; the model stays as it is", why)
 
-    def _plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
+    def _plan(self, server_round: int, nodes: Sequence[int]) -> RoundPlan:
         if not nodes:  # the inner strategy trains no client in this round
             return RoundPlan.of_nobody(server_round)
         planner = self.planner
         if isinstance(planner, DescribedClusters) and not planner.query_unknown(self._grid, nodes):
             return RoundPlan.of_nobody(server_round, unknown=nodes)
-        return self.planner.plan(server_round, nodes, arrays)
+        return planner.plan(server_round, nodes)
 
     def _open_round(
         self, plan: RoundPlan, server_round: int, arrays: ArrayRecord, messages: Iterable[Message]

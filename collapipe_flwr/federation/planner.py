@@ -1,24 +1,21 @@
-"""The planners of a run: its clusters are known, describe themselves, or are assumed.
+"""The planners of a run, whose clusters are known or describe themselves.
 
 A planner keeps the world of the clusters behind Flower's nodes and hands its snapshots to a
 `RoundController`. A node without a known description is queried before its first round; a node that
 does not answer is not planned for. Without a model to split, clients train whole models in their
-own processes: their plans are one block (the whole model) on one assumed machine each, and advice
-only. No client is left out because of them, and nothing is priced after the round.
+own processes, and there is nothing to plan.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.domain import (
-    BlockCost,
     ClusterProfile,
     ModelProfile,
     Plan,
@@ -28,35 +25,109 @@ from collapipe_flwr.core.domain import (
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.measurements import ClusterMeasurement
+from collapipe_flwr.costs.work import NOTHING
 from collapipe_flwr.federation.checkpoint import ComponentState
+from collapipe_flwr.federation.hook_options import WITHOUT_MODEL
 from collapipe_flwr.federation.members import NO_CLUSTER, Newcomers, find_namesakes
-from collapipe_flwr.federation.planning import Planning
-from collapipe_flwr.federation.records import array_bytes
 from collapipe_flwr.federation.rounds import ClosedRound, RoundPlan, RoundPlanner
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.scheduler.base import Policy
 from collapipe_flwr.scheduler.controller import ControllerState, RoundController
-from collapipe_flwr.scheduler.protocol import Scheduler
-from collapipe_flwr.simulation.world import World, make_world
+from collapipe_flwr.scheduler.edges import with_divided_memory
+from collapipe_flwr.scheduler.policies import make_scheduler
+from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
+from collapipe_flwr.simulation.world import (
+    EnergyBudget,
+    World,
+    budgeted,
+    make_world,
+    with_demands,
+    with_some_edge,
+)
 
 log = logging.getLogger("flwr.collapipe")
 DESCRIBE_S = 300.0  # for nodes to describe their clusters: a weak board imports for minutes
-ASSUMED_DEVICE = "raspberry-pi-5"
-ASSUMED_EXAMPLES = 1000
-_ASSUMPTION = (
-    f"the clients describe no devices: one {ASSUMED_DEVICE} with {ASSUMED_EXAMPLES} examples "
-    "assumed for each"
-)
-_NOTHING = BlockCost(
-    forward_flop=0.0,
-    backward_flop=0.0,
-    parameter_bytes=0,
-    state_bytes=0,
-    stash_bytes=0.0,
-    output_bytes=1.0,  # one byte crosses to the edge, none is too few for a radio model
-)
-_UNKNOWN = ModelProfile(embedding=_NOTHING, blocks=(), decoder=_NOTHING)
+MOST_MICRO_BATCHES = 8  # of a user's batch: the overhead of each is unknown in the first rounds
+_UNKNOWN = ModelProfile(embedding=NOTHING, blocks=(), decoder=NOTHING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """How rounds are planned: the policy, its settings, and the simulated surroundings.
+
+    ``policy`` is a scheduler or its name. ``radio``, ``channel`` and ``seed`` place simulated
+    clusters around the edge. Every device may spend ``budget`` per round on average. ``paced`` says
+    that senders keep to planned rates. Simulated devices deviate from their profiles by
+    ``truth_error`` (`simulation.world.World`). With ``labels_at_home`` every control unit is its
+    cluster's edge. The first ``trusted_blocks`` are on trusted devices alone. Clusters reply in the
+    codec ``updates``. The run's edge at ``edge_address``, if it has one, serves machines whose
+    cluster files name none.
+    """
+
+    policy: str | Scheduler = "dssda"
+    settings: SchedulerConfig = field(default_factory=SchedulerConfig)
+    radio: str = "wifi"
+    channel: str = "static"
+    seed: int = 0
+    budget: EnergyBudget = field(default_factory=EnergyBudget)
+    paced: bool = False
+    truth_error: float = 0.0
+    labels_at_home: bool = False
+    trusted_blocks: int = 0
+    updates: str = "fp32"
+    edge_address: str = ""
+
+    def for_batches(self, size: int, *, cut: bool = True) -> Planning:
+        """Fix steps at ``size`` examples, of which plans choose only the micro-batches."""
+        most = min(size, MOST_MICRO_BATCHES) if cut else 1
+        counts = tuple(n for n in range(1, most + 1) if size % n == 0)
+        sizes = tuple(size // count for count in reversed(counts))
+        settings = replace(
+            self.settings, batch_size=size, micro_batch_sizes=sizes, micro_batches=counts
+        )
+        return replace(self, settings=settings)
+
+    def check(self, model: ModelProfile) -> ModelProfile:
+        """Return the model; raises ConfigError where it has fewer blocks than are to be trusted."""
+        if self.trusted_blocks > len(model.blocks):
+            raise ConfigError(
+                f"privacy.trusted-blocks is {self.trusted_blocks}, but the model has "
+                f"{len(model.blocks)} blocks: set it to {len(model.blocks)} at most"
+            )
+        return model
+
+    def described(self, profile: ClusterProfile, model: ModelProfile | None) -> ClusterProfile:
+        """Adapt a cluster for plans: its edges, trust, memory and energy budgets."""
+        profile = with_demands(
+            profile,
+            labels_at_home=self.labels_at_home,
+            trusted_blocks=self.trusted_blocks,
+            updates=self.updates,
+        )
+        profile = budgeted(with_some_edge(profile, self.edge_address), self.budget, model)
+        return profile if model is None else with_divided_memory(profile, model)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The policy's scheduler; raises ConfigError for an unknown name."""
+        if isinstance(self.policy, str):
+            return make_scheduler(self.policy, self.settings)
+        return self.policy
+
+    def world(self, profiles: Sequence[ClusterProfile], model: ModelProfile) -> World:
+        """Place the described clusters in a world; raises ConfigError for unknown names."""
+        world = make_world(
+            cluster_devices=[profile.members for profile in profiles],
+            examples=[profile.examples for profile in profiles],
+            cluster_ids=[profile.cluster_id for profile in profiles],
+            radio=self.radio,
+            channel=self.channel,
+            seed=self.seed,
+            truth_error=self.truth_error,
+        )
+        described = tuple(self.described(profile, model) for profile in profiles)
+        return replace(world, clusters=described)
 
 
 class KnownClusters:
@@ -78,9 +149,8 @@ class KnownClusters:
         self._model = model
         self._clusters = clusters
 
-    def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
+    def plan(self, server_round: int, nodes: Sequence[int]) -> RoundPlan:
         """Plan for the clusters behind ``nodes``; raises ScheduleError."""
-        del arrays
         return self._plan(server_round, nodes, self.controller.plan)
 
     def plan_evaluation(self, server_round: int, nodes: Sequence[int]) -> RoundPlan:
@@ -96,7 +166,6 @@ class KnownClusters:
             server_round=server_round,
             plan=plan,
             cluster_ids=names,
-            binding=True,
             left_out=plan.left_out,
             bundles=frozenset(p.cluster_id for p in self.world.clusters if p.bundles),
         )
@@ -227,93 +296,20 @@ class DescribedClusters(KnownClusters):
 
 @dataclass(frozen=True, slots=True)
 class Unplanned:
-    """A :class:`RoundPlanner` by whose rounds all ``clusters`` (by node) train whole models."""
+    """A :class:`RoundPlanner` of rounds in which all clients train whole models.
 
-    clusters: Mapping[int, str]
+    ``clusters`` are the names of nodes; others are called after their number.
+    """
 
-    def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
-        del arrays
-        names = {node: self.clusters[node] for node in nodes}
-        return RoundPlan(server_round=server_round, plan=None, cluster_ids=names, binding=False)
+    clusters: Mapping[int, str] = field(default_factory=dict)
+
+    def plan(self, server_round: int, nodes: Sequence[int]) -> RoundPlan:
+        names = {node: self.clusters.get(node, f"node-{node}") for node in nodes}
+        return RoundPlan(server_round=server_round, plan=None, cluster_ids=names)
 
     def settle(self, closed: ClosedRound) -> RoundOutcome:
         del closed
         return RoundOutcome()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _NamedNodes:
-    nodes: tuple[int, ...] = ()
-    state: str = ""
-
-
-class AssumedClusters(KnownClusters):
-    """A :class:`RoundPlanner` that knows only the nodes and the size of the model."""
-
-    def __init__(self, planning: Planning) -> None:
-        self._names: dict[int, str] = {}  # by node, in the order in which they were first asked
-        world = make_world(cluster_devices=(), examples=())
-        super().__init__(planning, world, _UNKNOWN, self._names)
-
-    def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
-        """Make a plan that is only advice; raises ScheduleError where the scheduler finds none."""
-        if not nodes:
-            return RoundPlan(server_round=server_round, plan=None, cluster_ids={}, binding=False)
-        self._names |= {n: f"node-{n}" for n in sorted(set(nodes) - self._names.keys())}
-        if len(self._names) > len(self.world.clusters):
-            self._model = assumed_model(arrays)
-            self.world = assumed_world(list(self._names.values()), self._model)
-        planned = super().plan(server_round, nodes, arrays)
-        assert planned.plan is not None
-        advice = replace(planned.plan, fallback=_ASSUMPTION)
-        return replace(planned, plan=advice, binding=False)
-
-    def settle(self, closed: ClosedRound) -> RoundOutcome:
-        """Nothing was measured, so nothing is priced."""
-        del closed
-        return RoundOutcome()
-
-    def dump(self) -> ComponentState:
-        memory = super().dump()
-        return replace(
-            memory, text=to_json(_NamedNodes(nodes=tuple(self._names), state=memory.text))
-        )
-
-    def load(self, memory: ComponentState) -> None:
-        """Restore from a checkpoint; raises ProtocolError for another planner's."""
-        kept = from_json(_NamedNodes, memory.text or "{}", "the planner's checkpoint")
-        self._names |= {node: f"node-{node}" for node in kept.nodes}
-        super().load(replace(memory, text=kept.state))
-
-
-def assumed_model(arrays: ArrayRecord) -> ModelProfile:
-    """One block that holds every array; 2 FLOP per parameter and example forward, 4 backward."""
-    size = max(array_bytes(arrays), 1)
-    flop = 2.0 * size / 4  # as if every parameter took 4 bytes
-    whole = replace(
-        _NOTHING,
-        forward_flop=flop,
-        backward_flop=2 * flop,
-        parameter_bytes=size,
-        state_bytes=4 * size,  # weights, gradients, two moments
-    )
-    return replace(_UNKNOWN, blocks=(whole,))
-
-
-def assumed_world(cluster_ids: Sequence[str], model: ModelProfile) -> World:
-    """One machine per cluster, with enough memory for the model."""
-    count = len(cluster_ids)
-    world = make_world(
-        cluster_devices=[[ASSUMED_DEVICE, ASSUMED_DEVICE]] * count,
-        examples=[ASSUMED_EXAMPLES] * count,
-        cluster_ids=cluster_ids,
-    )
-    room = 2 * model.blocks[0].state_bytes
-    clusters = tuple(
-        replace(c, devices=tuple(replace(d, memory_bytes=d.memory_bytes + room) for d in c.devices))
-        for c in world.clusters
-    )
-    return replace(world, clusters=clusters)
 
 
 def planner_of(
@@ -324,8 +320,8 @@ def planner_of(
 ) -> RoundPlanner:
     """Choose the planner of a run; raises ConfigError for an unknown name.
 
-    That is ``scheduler`` itself if it is one; with a ``model``, a planner for clusters that
-    describe themselves; else one with default profiles.
+    That is ``scheduler`` itself if it is one; with a ``model``, one for clusters that describe
+    themselves.
     """
     if isinstance(scheduler, RoundPlanner):
         return scheduler
@@ -333,14 +329,16 @@ def planner_of(
         raise ConfigError(
             f"scheduler must be the name of a policy, a Scheduler or a Planning, got {scheduler!r}"
         )
+    if model is None:
+        if scheduler is not None:
+            raise ConfigError(WITHOUT_MODEL.format("scheduler"))
+        return Unplanned()
     if isinstance(scheduler, Planning):
         planning = scheduler
     else:
-        planning = Planning(policy=scheduler or ("dssda" if model else "fedavg"))
+        planning = Planning(policy=scheduler or "dssda")
         if isinstance(scheduler, Policy):
             planning = replace(planning, settings=scheduler.settings)
-    if model is None:
-        return AssumedClusters(planning)
     if model.batch_size is not None:
         planning = planning.for_batches(model.batch_size, cut=not model.splitter.whole_batches)
     first, planned = learning(1), planning.settings.schedule

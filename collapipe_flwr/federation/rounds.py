@@ -105,15 +105,13 @@ class AcceptedReplies:
 class RoundPlan:
     """The clusters behind the nodes of a round, and the scheduler's plan for them.
 
-    A binding plan is executed: clusters that it leaves out are not asked. One that is not binding
-    rests on assumptions about clients that described nothing, and all clients are asked.
+    Clusters that the plan leaves out are not asked; without a plan all are, and train whole models.
     ``left_out`` says why clusters, or nodes that described none, could not be planned.
     """
 
     server_round: int
     plan: Plan | None
     cluster_ids: Mapping[int, str]
-    binding: bool
     bundles: frozenset[str] = frozenset()  # clusters, see ClusterProfile
     left_out: Mapping[str, str] = field(default_factory=dict)
 
@@ -124,7 +122,6 @@ class RoundPlan:
             server_round=server_round,
             plan=None,
             cluster_ids={},
-            binding=True,
             left_out={f"node-{node}": _UNKNOWN for node in unknown},
         )
 
@@ -134,7 +131,8 @@ class RoundPlan:
         return None if self.plan is None or cluster_id is None else self.plan.cluster(cluster_id)
 
     def takes_part(self, node_id: int) -> bool:
-        return not self.binding or self.cluster_plan(node_id) is not None
+        planned = self.plan is None or self.cluster_plan(node_id) is not None
+        return planned and node_id in self.cluster_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +174,7 @@ class ClosedRound:
 class RoundPlanner(Protocol):
     """Plans a round, and learns from its result."""
 
-    def plan(self, server_round: int, nodes: Sequence[int], arrays: ArrayRecord) -> RoundPlan:
+    def plan(self, server_round: int, nodes: Sequence[int]) -> RoundPlan:
         """Return the plan for ``nodes``; raises ScheduleError if there is none."""
 
     def settle(self, closed: ClosedRound) -> RoundOutcome:

@@ -4,9 +4,9 @@
     result = strategy.start(grid=grid, initial_arrays=ArrayRecord(model.state_dict()))
 
 The inner strategy samples, configures and aggregates as usual, and its own ``start`` runs. Each
-node's message becomes a record of its own with its cluster's plan; it carries the whole model, and
-so does the reply. The inner strategy is not modified, and all other attributes of a `CollaPipe` are
-the inner strategy's.
+node's message becomes a record of its own, with its cluster's plan if there is one; it carries the
+whole model, and so does the reply. The inner strategy is not modified, and all other attributes of
+a `CollaPipe` are the inner strategy's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # importing the strategy does not load torch
     from collapipe_flwr.config.schema import EdgeConfig
     from collapipe_flwr.federation.checkpoint import Resumable
     from collapipe_flwr.federation.hook_options import Learning
-    from collapipe_flwr.federation.planning import Planning
+    from collapipe_flwr.federation.planner import Planning
     from collapipe_flwr.federation.rounds import RoundPlanner, RoundRecord
     from collapipe_flwr.models.any_splitter import DescribedModel
     from collapipe_flwr.reporting.progress import ClusterProgress
@@ -51,7 +51,7 @@ class CollaPipe(Strategy):
     holds the other settings, for all rounds or by server round. ``on_round`` gets the record of
     every round.
 
-    Without a model clients train whole models, and plans are advice. Callers with clusters of
+    Without a model clients train whole models, and nothing is planned. Callers with clusters of
     their own pass a :class:`RoundPlanner`.
 
     A round in which every client fails is repeated up to ``retries`` times, after ever longer

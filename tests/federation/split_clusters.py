@@ -66,8 +66,7 @@ class FixedPlanner:
         self.bundles = frozenset(bundles)
         self.settled: list[RoundPlan] = []
 
-    def plan(self, server_round, nodes, arrays):
-        del arrays
+    def plan(self, server_round, nodes):
         clusters = tuple(cluster_plan(name) for name in self.planned)
         plan = Plan(
             round_index=server_round, policy="fixed", clusters=clusters, latency_s=1.0, rho=1.0
@@ -77,7 +76,6 @@ class FixedPlanner:
             server_round=server_round,
             plan=plan,
             cluster_ids=names,
-            binding=True,
             bundles=self.bundles,
         )
 

@@ -16,7 +16,7 @@ from collapipe_flwr.federation.client.pipeline_round import build_telemetry as t
 from collapipe_flwr.federation.planner import KnownClusters
 from collapipe_flwr.pipeline.offload import LazyMapping
 from collapipe_flwr.scheduler.absence import Absence, without_absent
-from tests.federation.test_planner import EMPTY, NODES, closed, rounds, told, weights
+from tests.federation.test_planner import NODES, closed, rounds, told, weights
 from tests.rounds import Cut
 
 CUT = Cut(stops=(1, 3, 5), micro_batches=(2, 1), schedule="1f1b")
@@ -39,21 +39,21 @@ def settle(planner: KnownClusters, planned, **absent: tuple[str, ...]) -> None:
 
 def test_a_lost_device_is_left_out_until_it_is_back():
     planner = rounds("uniform")
-    everyone = devices_of(planned := planner.plan(1, [11, 12], EMPTY), 11)
+    everyone = devices_of(planned := planner.plan(1, [11, 12]), 11)
     assert everyone == {"cluster-0/d1", "cluster-0/d2"}
     settle(planner, planned, cluster_0=("cluster-0/d1",))
-    planned = planner.plan(2, [11, 12], EMPTY)
+    planned = planner.plan(2, [11, 12])
     assert devices_of(planned, 11) == {"cluster-0/d2"}
     assert devices_of(planned, 12) == {"cluster-1/d1", "cluster-1/d2"}
     settle(planner, planned)
-    assert devices_of(planner.plan(3, [11, 12], EMPTY), 11) == everyone
+    assert devices_of(planner.plan(3, [11, 12]), 11) == everyone
 
 
 @pytest.mark.parametrize("policy", ["dssda", "fedavg", "throughput"])
 def test_every_policy_plans_with_who_is_there(policy):
     planner = rounds(policy)
-    settle(planner, planner.plan(1, [11, 12], EMPTY), cluster_1=("cluster-1/d2",))
-    planned = planner.plan(2, [11, 12], EMPTY)
+    settle(planner, planner.plan(1, [11, 12]), cluster_1=("cluster-1/d2",))
+    planned = planner.plan(2, [11, 12])
     assert devices_of(planned, 12) == {"cluster-1/d1"}
     settle(planner, planned, cluster_1=("cluster-1/d2",))
 
@@ -61,25 +61,25 @@ def test_every_policy_plans_with_who_is_there(policy):
 def test_a_cluster_without_devices_sits_out_and_the_others_go_on():
     planner = rounds()
     gone = ("cluster-0/d1", "cluster-0/d2")
-    settle(planner, planner.plan(1, [11, 12], EMPTY), cluster_0=gone)
-    planned = planner.plan(2, [11, 12], EMPTY)
+    settle(planner, planner.plan(1, [11, 12]), cluster_0=gone)
+    planned = planner.plan(2, [11, 12])
     assert not planned.takes_part(11) and planned.takes_part(12)
     assert planned.plan.fallback is None
     # It says nothing while it sits out, so the next round finds out whether it is back.
-    assert planner.plan(3, [11, 12], EMPTY).takes_part(11)
+    assert planner.plan(3, [11, 12]).takes_part(11)
 
 
 def test_a_checkpoint_remembers_who_is_absent():
     dead = rounds("uniform")
-    settle(dead, dead.plan(1, [11, 12], EMPTY), cluster_0=("cluster-0/d1",))
+    settle(dead, dead.plan(1, [11, 12]), cluster_0=("cluster-0/d1",))
     back = rounds("uniform")
     back.load(dead.dump())
-    assert devices_of(back.plan(2, [11, 12], EMPTY), 11) == {"cluster-0/d2"}
+    assert devices_of(back.plan(2, [11, 12]), 11) == {"cluster-0/d2"}
 
 
 def test_who_sat_out_for_want_of_memory_is_tried_again():
     planner = rounds()
-    settle(planner, planner.plan(1, [11, 12], EMPTY), cluster_0=("cluster-0/d1",))
+    settle(planner, planner.plan(1, [11, 12]), cluster_0=("cluster-0/d1",))
     step, calls = planner.controller._scheduler.step, []
 
     def tight(state, snapshot):
@@ -89,28 +89,28 @@ def test_who_sat_out_for_want_of_memory_is_tried_again():
         raise InfeasibleError("cluster 'cluster-0': no plan fits", ["cluster-0"])
 
     planner.controller._scheduler = type("Tight", (), {"step": staticmethod(tight)})()
-    planned = planner.plan(2, [11, 12], EMPTY)
+    planned = planner.plan(2, [11, 12])
     assert calls == [[1, 2], [1], [2]]
     assert not planned.takes_part(11) and planned.takes_part(12)
     assert "without cluster-0/d1: cluster 'cluster-0': no" in planned.left_out["cluster-0"]
-    assert planner.plan(3, [11, 12], EMPTY).takes_part(11)
+    assert planner.plan(3, [11, 12]).takes_part(11)
 
 
 def test_nobody_left_is_an_error():
     planner = rounds()
     settle(
         planner,
-        planner.plan(1, [11, 12], EMPTY),
+        planner.plan(1, [11, 12]),
         cluster_0=("cluster-0/d1", "cluster-0/d2"),
         cluster_1=("cluster-1/d1", "cluster-1/d2"),
     )
     with pytest.raises(ScheduleError, match="no device is reachable"):
-        planner.plan(2, [11, 12], EMPTY)
+        planner.plan(2, [11, 12])
 
 
 def test_a_round_is_priced_by_the_plan_that_it_ended_with():
     planner = rounds("uniform")
-    planned = planner.plan(1, [11, 12], EMPTY)
+    planned = planner.plan(1, [11, 12])
     plan = planned.cluster_plan(11)
     last = replace(plan.segments[0], device_id="cluster-0/d2", stop_block=4)
     ended = replace(
@@ -126,7 +126,7 @@ def test_a_round_is_priced_by_the_plan_that_it_ended_with():
     }
     outcome = planner.settle(replace(done, telemetry=telemetry))
     calm = rounds("uniform")
-    usual = calm.settle(closed(calm.plan(1, [11, 12], EMPTY), *CLUSTERS, after=weights(0.5)))
+    usual = calm.settle(closed(calm.plan(1, [11, 12]), *CLUSTERS, after=weights(0.5)))
     assert outcome.energy_j["cluster-0"].get("cluster-0/d1", 0.0) == 0.0
     assert (
         outcome.energy_j["cluster-0"]["cluster-0/d2"] > usual.energy_j["cluster-0"]["cluster-0/d2"]
@@ -148,7 +148,7 @@ def test_channels_follow_their_devices():
 def test_a_device_that_was_at_fault_is_left_out_for_a_while_and_longer_each_time():
     planner, left_out = rounds("uniform"), []
     for server_round in range(1, 12):
-        planned = planner.plan(server_round, [11, 12], EMPTY)
+        planned = planner.plan(server_round, [11, 12])
         used = devices_of(planned, 11)
         left_out.append("cluster-0/d1" not in used)
         done = closed(planned, *CLUSTERS, after=weights(0.5))
@@ -165,7 +165,7 @@ def test_a_device_that_was_at_fault_is_left_out_for_a_while_and_longer_each_time
 def test_a_device_that_dies_in_every_round_is_planned_ever_less_often():
     planner, left_out = rounds("uniform"), []
     for server_round in range(1, 14):
-        planned = planner.plan(server_round, [11, 12], EMPTY)
+        planned = planner.plan(server_round, [11, 12])
         used = devices_of(planned, 11)
         left_out.append("cluster-0/d1" not in used)
         done = closed(planned, *CLUSTERS, after=weights(0.5))
@@ -204,19 +204,19 @@ def test_a_control_unit_tells_who_was_lost_and_who_was_at_fault():
 
 def test_a_cluster_that_cannot_do_without_a_device_in_quarantine_is_tried_in_full():
     planner = rounds()
-    planned = planner.plan(1, [11, 12], EMPTY)
+    planned = planner.plan(1, [11, 12])
     gone = dict.fromkeys(("cluster-0/d1", "cluster-0/d2"), "it sent NaN")
     done = closed(planned, *CLUSTERS, after=weights(0.5))
     telemetry = {name: replace(told(name), reports=()) for name in CLUSTERS}
     telemetry["cluster-0"] = replace(telemetry["cluster-0"], quarantined=gone)
     planner.settle(replace(done, telemetry=telemetry))
-    assert not planner.plan(2, [11, 12], EMPTY).takes_part(11)
-    assert planner.plan(3, [11, 12], EMPTY).takes_part(11)
+    assert not planner.plan(2, [11, 12]).takes_part(11)
+    assert planner.plan(3, [11, 12]).takes_part(11)
 
 
 def test_a_cluster_that_is_not_asked_keeps_its_absences_and_quarantines():
     planner = rounds("uniform")
-    planned = planner.plan(1, [11, 12], EMPTY)
+    planned = planner.plan(1, [11, 12])
     done = closed(planned, *CLUSTERS, after=weights(0.5))
     telemetry = {name: replace(told(name), reports=()) for name in CLUSTERS}
     for name, device in (("cluster-0", "cluster-0/d1"), ("cluster-1", "cluster-1/d2")):
@@ -225,13 +225,13 @@ def test_a_cluster_that_is_not_asked_keeps_its_absences_and_quarantines():
         telemetry[name] = replace(telemetry[name], absent=away, quarantined=wrong)
     planner.settle(replace(done, telemetry=telemetry))
     for _ in range(2):
-        assert devices_of(planner.plan(2, [11], EMPTY), 11) == {"cluster-0/d2"}
-        assert devices_of(planner.plan(2, [12], EMPTY), 12) == {"cluster-1/d1"}
+        assert devices_of(planner.plan(2, [11]), 11) == {"cluster-0/d2"}
+        assert devices_of(planner.plan(2, [12]), 12) == {"cluster-1/d1"}
 
 
 def test_of_a_cluster_that_is_not_asked_nobody_says_that_it_cannot_take_part(caplog):
     planner = rounds("uniform")
-    settle(planner, planner.plan(1, [11, 12], EMPTY), cluster_1=("cluster-1/d2",))
+    settle(planner, planner.plan(1, [11, 12]), cluster_1=("cluster-1/d2",))
     step, calls = planner.controller._scheduler.step, []
 
     def kept(state, snapshot):
@@ -240,12 +240,12 @@ def test_of_a_cluster_that_is_not_asked_nobody_says_that_it_cannot_take_part(cap
         return replace(plan, fallback="kept the plan of round 1: no plan fits"), state
 
     planner.controller._scheduler = type("Kept", (), {"step": staticmethod(kept)})()
-    assert planner.plan(2, [11], EMPTY).takes_part(11)
+    assert planner.plan(2, [11]).takes_part(11)
     assert len(calls) == 1 and "cannot take part" not in caplog.text
 
 
 def test_a_round_that_is_planned_again_is_planned_from_the_same_state():
     planner, once = rounds(), rounds()
-    first = planner.plan(1, [11, 12], EMPTY)
-    assert planner.plan(1, [11, 12], EMPTY) == first == once.plan(1, [11, 12], EMPTY)
+    first = planner.plan(1, [11, 12])
+    assert planner.plan(1, [11, 12]) == first == once.plan(1, [11, 12])
     assert planner.controller.state == once.controller.state

@@ -449,7 +449,7 @@ def _with_edges(planner: KnownClusters) -> ClusterProfile:
 
 
 def machine_reply(planner: KnownClusters) -> tuple[RoundPlan, RecordDict]:
-    planned = planner.plan(1, list(NODES), ArrayRecord())
+    planned = planner.plan(1, list(NODES))
     plan = planned.cluster_plan(11)
     measured = replace(told(plan, planner), profile=_with_edges(planner), edge=None, replanned=plan)
     return planned, write_telemetry(RecordDict({}), measured)
@@ -482,6 +482,6 @@ def test_rounds_are_planned_with_every_number_that_the_border_lets_in(seed: int)
     done.telemetry = {NAME: replace(measured, edge=told(planned.cluster_plan(11), machines()).edge)}
     outcome = planner.settle(done)
     assert all(math.isfinite(cluster.latency_s) for cluster in outcome.clusters)
-    after = planner.plan(2, list(NODES), ArrayRecord())
+    after = planner.plan(2, list(NODES))
     assert after.cluster_plan(12) is not None, "the other cluster has its plan"
     planner.load(planner.dump())

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from flwr.app import ArrayRecord
 
-from collapipe_flwr.federation.planner import KnownClusters
-from collapipe_flwr.federation.planning import Planning
+from collapipe_flwr.federation.planner import KnownClusters, Planning
 from collapipe_flwr.federation.rounds import ClosedRound
 from collapipe_flwr.scheduler.controller import RoundController
 from collapipe_flwr.scheduler.policies import make_scheduler
@@ -41,7 +40,7 @@ def test_simulated_clusters_of_a_run_are_planned_and_taught_as_in_a_simulation(p
     )
     episode = run_episode(world, make_scheduler(policy, SETTINGS), MODEL, 3, options=SETTINGS)
     for done in episode:
-        planned = planner.plan(done.plan.round_index, [11, 12], EMPTY)
+        planned = planner.plan(done.plan.round_index, [11, 12])
         assert planned.plan == done.plan
         closed = ClosedRound(
             plan=planned, before=EMPTY, models=dict.fromkeys(NODES.values(), EMPTY)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from flwr.app import ArrayRecord, Error, Message, RecordDict
+from flwr.app import Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.members import discover_clusters
-from collapipe_flwr.federation.planner import DescribedClusters
-from collapipe_flwr.federation.planning import Planning
+from collapipe_flwr.federation.planner import DescribedClusters, Planning
 from collapipe_flwr.federation.records import write_profile, write_spare
 from tests.federation.test_planner import MODEL
 
@@ -181,7 +180,7 @@ def test_a_cluster_that_is_back_with_other_devices_is_planned_with_these():
     grid.remove(3)
     grid.add(9, cluster("a", devices=(replace(DEVICE, device_id="d2"),)))
     planner.query_unknown(grid, [8, 9])
-    plan = planner.plan(1, [8, 9], ArrayRecord()).plan
+    plan = planner.plan(1, [8, 9]).plan
     assert plan is not None
     assert [c.device_ids for c in plan.clusters] == [("d2",), ("d1",)]
 

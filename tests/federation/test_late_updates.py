@@ -159,8 +159,8 @@ def test_a_late_update_that_cannot_be_used_is_refused_and_its_cluster_asked_agai
 class Renamed(FixedPlanner):
     """Node 9 is cluster c2, too."""
 
-    def plan(self, server_round, nodes, arrays):
-        planned = super().plan(server_round, nodes, arrays)
+    def plan(self, server_round, nodes):
+        planned = super().plan(server_round, nodes)
         return replace(planned, cluster_ids={n: f"c{2 if n == 9 else n}" for n in nodes})
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from flwr.app import ArrayRecord
 
 from collapipe_flwr.config.parsing import declared_config
 from collapipe_flwr.config.schema import parse
@@ -15,15 +14,14 @@ from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.federation.planner import KnownClusters
-from collapipe_flwr.federation.planning import Planning
+from collapipe_flwr.federation.planner import KnownClusters, Planning
 from collapipe_flwr.federation.rounds import RoundPlan
 from collapipe_flwr.federation.run.run_strategy import make_planner
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.rules import RULES
 from collapipe_flwr.simulation.world import make_world, with_edge_at_home
 from tests.federation.split_clusters import FixedPlanner, model, trainer, wrapped
-from tests.federation.test_planner import EMPTY, MODEL, closed, weights
+from tests.federation.test_planner import MODEL, closed, weights
 
 PROJECT = Path(__file__).parents[2]
 NODES = {11: "cluster-0", 12: "cluster-1", 13: "cluster-2"}
@@ -119,8 +117,8 @@ def test_one_cluster_that_no_plan_fits_changes_nothing_for_the_others(
     change, words = FAULTS[fault]
     beside, without = (planner_of(policy, {"cluster-1": change}) for _ in range(2))
     for server_round in (1, 2):
-        planned = beside.plan(server_round, list(NODES), EMPTY)
-        honest = without.plan(server_round, [11, 13], EMPTY)
+        planned = beside.plan(server_round, list(NODES))
+        honest = without.plan(server_round, [11, 13])
         assert planned.plan.clusters == honest.plan.clusters
         assert planned.plan.fallback is None
         assert not planned.takes_part(12) and planned.left_out.keys() == {"cluster-1"}
@@ -138,8 +136,8 @@ def test_one_that_joins_later_takes_no_new_plan_from_the_others(policy: str) -> 
         planner_of(policy, {"cluster-1": with_memory(1, "d1", "d2")}) for _ in range(2)
     )
     for planner in (beside, without):
-        settled(planner, planner.plan(1, [11, 13], EMPTY))
-    planned, honest = beside.plan(2, list(NODES), EMPTY), without.plan(2, [11, 13], EMPTY)
+        settled(planner, planner.plan(1, [11, 13]))
+    planned, honest = beside.plan(2, list(NODES)), without.plan(2, [11, 13])
     assert planned.plan.clusters == honest.plan.clusters and planned.plan.fallback is None
     assert planned.left_out.keys() == {"cluster-1"}
 
@@ -147,10 +145,10 @@ def test_one_that_joins_later_takes_no_new_plan_from_the_others(policy: str) -> 
 def test_of_clusters_that_have_no_room_together_those_that_were_there_go_on() -> None:
     changes = dict.fromkeys(NODES.values(), sharing)
     with pytest.raises(InfeasibleError, match="the edge, for each cluster"):
-        planner_of("dssda", changes).plan(1, list(NODES), EMPTY)
+        planner_of("dssda", changes).plan(1, list(NODES))
     planner = planner_of("dssda", changes)
-    settled(planner, planner.plan(1, [11, 13], EMPTY))
-    planned = planner.plan(2, list(NODES), EMPTY)
+    settled(planner, planner.plan(1, [11, 13]))
+    planned = planner.plan(2, list(NODES))
     assert [plan.cluster_id for plan in planned.plan.clusters] == ["cluster-0", "cluster-2"]
     assert planned.plan.fallback is None
     assert "beside the others" in planned.left_out["cluster-1"]
@@ -160,13 +158,13 @@ def test_of_clusters_that_have_no_room_together_those_that_were_there_go_on() ->
 def test_where_nobody_is_left_the_reason_of_one_is_raised(policy: str) -> None:
     changes = dict.fromkeys(NODES.values(), trusting(2))
     with pytest.raises(InfeasibleError, match=r"cluster-0.*no trusted device is there"):
-        planner_of(policy, changes).plan(1, list(NODES), EMPTY)
+        planner_of(policy, changes).plan(1, list(NODES))
 
 
 def test_the_round_tells_why_and_has_the_bits_of_one_without_it() -> None:
     class LeavingOut(FixedPlanner):
-        def plan(self, server_round: int, nodes: list[int], arrays: ArrayRecord) -> RoundPlan:
-            planned = super().plan(server_round, nodes, arrays)
+        def plan(self, server_round: int, nodes: list[int]) -> RoundPlan:
+            planned = super().plan(server_round, nodes)
             return replace(planned, left_out={"c3": "it has no room"} if 3 in nodes else {})
 
     def run(*nodes: int) -> tuple[dict[str, bytes], list]:
@@ -202,4 +200,4 @@ def test_a_run_begins_without_machines_that_cannot_be_planned_but_not_without_it
             make_planner(config, MODEL, clusters, NODES, leaves_out=True)
         return
     planner = make_planner(config, MODEL, clusters, NODES, leaves_out=True)
-    assert planner.plan(1, list(NODES), EMPTY).left_out.keys() == {"cluster-1"}
+    assert planner.plan(1, list(NODES)).left_out.keys() == {"cluster-1"}

@@ -21,7 +21,7 @@ from collapipe_flwr.host.service import HostService
 from collapipe_flwr.transport.client import Dialer
 from tests.federation.test_absent_devices import CLUSTERS, devices_of
 from tests.federation.test_library import RULE, loader, new_model, split
-from tests.federation.test_planner import EMPTY, closed, rounds, told, weights
+from tests.federation.test_planner import closed, rounds, told, weights
 
 NODE = 1
 BOARDS = ("board-1", "board-2", "board-3")
@@ -44,21 +44,21 @@ def settle(
 def test_a_device_that_joined_or_went_counts_from_the_next_round_on() -> None:
     for policy in ("dssda", "uniform", "throughput"):
         planner = rounds(policy)
-        planned = planner.plan(1, [11, 12], EMPTY)
+        planned = planner.plan(1, [11, 12])
         first, second = planner.world.clusters[0].devices
         third = replace(first, device_id="cluster-0/d3")
         before = planner.world.placements[0].member_m.copy()
         settle(planner, planned, first, second, third)
         assert (planner.world.placements[0].member_m[:3] == before).all()
-        planned = planner.plan(2, [11, 12], EMPTY)
+        planned = planner.plan(2, [11, 12])
         if policy == "uniform":
             assert "cluster-0/d3" in devices_of(planned, 11)
         settle(planner, planned, third)
-        planned = planner.plan(3, [11, 12], EMPTY)
+        planned = planner.plan(3, [11, 12])
         assert devices_of(planned, 11) == {"cluster-0/d3"}
         assert devices_of(planned, 12) <= {"cluster-1/d1", "cluster-1/d2"}
         settle(planner, planned, third)
-        assert planner.plan(4, [11, 12], EMPTY).takes_part(11)
+        assert planner.plan(4, [11, 12]).takes_part(11)
 
 
 @pytest.mark.parametrize("described", [True, False])
@@ -67,7 +67,7 @@ def test_a_round_may_end_on_a_device_that_replaced_another_since_its_plan(
     policy: str, described: bool
 ) -> None:
     planner = rounds(policy)
-    planned = planner.plan(1, [11, 12], EMPTY)
+    planned = planner.plan(1, [11, 12])
     plan, devices = planned.cluster_plan(11), planner.world.clusters[0].devices
     lost = next(device for device in devices if device.device_id in plan.device_ids)
     third = replace(lost, device_id="cluster-0/d3")
@@ -78,7 +78,7 @@ def test_a_round_may_end_on_a_device_that_replaced_another_since_its_plan(
     assert spent_j["cluster-0/d3" if described else lost.device_id] > 0
     assert (spent_j[lost.device_id] > 0) != described
     assert list(planner.world.clusters[0].devices) == now
-    assert planner.plan(2, [11, 12], EMPTY).takes_part(11)
+    assert planner.plan(2, [11, 12]).takes_part(11)
 
 
 def test_a_run_takes_up_a_newcomer_and_lets_go_of_a_removed_device(tmp_path: Path) -> None:
@@ -177,14 +177,14 @@ def test_a_device_that_was_removed_between_rounds_costs_no_round(tmp_path: Path)
 
 def test_a_board_that_was_replaced_under_its_name_counts_as_it_is_from_the_next_round_on() -> None:
     planner = rounds("uniform")
-    planned = planner.plan(1, [11, 12], EMPTY)
+    planned = planner.plan(1, [11, 12])
     first, second = planner.world.clusters[0].devices
     assert devices_of(planned, 11) == {first.device_id, second.device_id}
     tiny = replace(second, memory_bytes=second.memory_bytes // 10_000)
     settle(planner, planned, first, tiny)
     assert planner.world.clusters[0].devices[1].memory_bytes == tiny.memory_bytes
-    planned = planner.plan(2, [11, 12], EMPTY)
+    planned = planner.plan(2, [11, 12])
     assert "cluster-0" in planned.left_out["cluster-0"] and planned.takes_part(12)
     joint = rounds("dssda")
-    settle(joint, joint.plan(1, [11, 12], EMPTY), first, tiny)
-    assert devices_of(joint.plan(2, [11, 12], EMPTY), 11) == {first.device_id}
+    settle(joint, joint.plan(1, [11, 12]), first, tiny)
+    assert devices_of(joint.plan(2, [11, 12]), 11) == {first.device_id}

@@ -129,7 +129,11 @@ SPLIT: list[tuple[str, Callable[[], object], str]] = [
 OTHERS: list[tuple[str, Callable[[], object], str]] = [
     ("no strategy", lambda: CollaPipe(None), "strategy None"),  # type: ignore[arg-type]
     ("a scheduler of 5", lambda: CollaPipe(FedAvg(), scheduler=5), "scheduler 5"),  # type: ignore[arg-type]
-    ("an unknown scheduler", lambda: CollaPipe(FedAvg(), scheduler="x"), "scheduler 'x' dssda"),
+    (
+        "an unknown scheduler",
+        lambda: CollaPipe(FedAvg(), model=split(), scheduler="x"),
+        "scheduler 'x' dssda",
+    ),
     ("a record taker of 5", lambda: CollaPipe(FedAvg(), on_round=5), "on_round 5"),  # type: ignore[arg-type]
     ("retries below 0", lambda: CollaPipe(FedAvg(), retries=-1), "retries -1"),
     ("retries in words", lambda: CollaPipe(FedAvg(), retries="3"), "retries '3'"),  # type: ignore[arg-type]

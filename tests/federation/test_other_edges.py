@@ -10,10 +10,9 @@ from collapipe_flwr.core.domain import EdgeProfile, RoundOutcome
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.costs.measured import stage_parts, taken_s
 from collapipe_flwr.federation import border
-from collapipe_flwr.federation.planner import KnownClusters
-from collapipe_flwr.federation.planning import Planning
+from collapipe_flwr.federation.planner import KnownClusters, Planning
 from tests.federation.test_outcomes import EXAMPLES, NAME, STEPS, told
-from tests.federation.test_planner import EMPTY, MODEL, closed, rounds, weights
+from tests.federation.test_planner import MODEL, closed, rounds, weights
 
 NEAR, FAR = "near", "far"
 
@@ -51,19 +50,19 @@ def settle(planner: KnownClusters, planned, slower: float = 1.0, **changes: obje
 @pytest.mark.parametrize("policy", ["uniform", "fedavg", "splitfed"])
 def test_rules_plan_with_the_first_edge(policy: str) -> None:
     planner = machines(policy, edge(NEAR), edge(FAR))
-    planned = planner.plan(1, [11, 12], EMPTY)
+    planned = planner.plan(1, [11, 12])
     assert planned.cluster_plan(11).edge == NEAR
     assert planned.cluster_plan(12).edge == ""
 
 
 def test_an_edge_that_was_lost_is_left_out_and_tried_again() -> None:
     planner = machines("uniform", edge(NEAR), edge(FAR))
-    planned = planner.plan(1, [11], EMPTY)
+    planned = planner.plan(1, [11])
     moved = replace(planned.cluster_plan(11), edge=FAR)
     settle(planner, planned, replanned=moved, lost=(NEAR,), quarantined={NEAR: "no answer"})
     edges = []
     for number in range(2, 6):
-        planned = planner.plan(number, [11], EMPTY)
+        planned = planner.plan(number, [11])
         edges.append(planned.cluster_plan(11).edge)
         settle(planner, planned)
     assert edges == [FAR, FAR, NEAR, NEAR]
@@ -71,14 +70,14 @@ def test_an_edge_that_was_lost_is_left_out_and_tried_again() -> None:
 
 def test_edges_are_never_all_left_out() -> None:
     planner = machines("uniform", edge(NEAR), edge(FAR))
-    settle(planner, planner.plan(1, [11], EMPTY), quarantined={NEAR: "dead", FAR: "dead"})
-    assert planner.plan(2, [11], EMPTY).cluster_plan(11).edge == NEAR
+    settle(planner, planner.plan(1, [11]), quarantined={NEAR: "dead", FAR: "dead"})
+    assert planner.plan(2, [11]).cluster_plan(11).edge == NEAR
 
 
 def test_what_one_edge_shows_is_believed_of_no_other() -> None:
     planner = machines("uniform", edge(NEAR), edge(FAR))
     for number in range(1, 4):
-        settle(planner, planner.plan(number, [11], EMPTY), slower=4.0)
+        settle(planner, planner.plan(number, [11]), slower=4.0)
     known = planner.controller.state.beliefs
     assert NEAR in known.stages[NAME] and FAR not in known.stages[NAME]
     assert {"", FAR}.isdisjoint(known.stages[NAME])
@@ -89,9 +88,9 @@ def test_what_one_edge_shows_is_believed_of_no_other() -> None:
 def test_a_device_that_is_the_edge_holds_no_blocks_and_else_may() -> None:
     named = edge("d2", device_id=f"{NAME}/d2")
     planner = machines("uniform", named, edge(FAR))
-    assert planner.plan(1, [11], EMPTY).cluster_plan(11).device_ids == (f"{NAME}/d1",)
+    assert planner.plan(1, [11]).cluster_plan(11).device_ids == (f"{NAME}/d1",)
     planner = machines("uniform", edge(FAR), named)
-    assert f"{NAME}/d2" in planner.plan(1, [11], EMPTY).cluster_plan(11).device_ids
+    assert f"{NAME}/d2" in planner.plan(1, [11]).cluster_plan(11).device_ids
 
 
 def test_a_member_that_computes_the_head_spends_joules_for_it() -> None:
@@ -101,7 +100,7 @@ def test_a_member_that_computes_the_head_spends_joules_for_it() -> None:
         for device_id in ("", name):
             place = edge(member, device_id=device_id, energy_per_flop_j=1e-9)
             planner = machines("uniform", place, edge(FAR))
-            planned = planner.plan(1, [11], EMPTY)
+            planned = planner.plan(1, [11])
             outcome = settle(planner, planned)
             spent_j.append(outcome.clusters[0].energy_j[name])
         plan = planned.cluster_plan(11)

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import pytest
-from flwr.app import ArrayRecord
 
 from collapipe_flwr.cluster.order import CONTROL_UNIT
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, Plan, RoundOutcome
@@ -14,8 +13,7 @@ from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
 from collapipe_flwr.costs.measured import EDGE, server_s, stage_parts, taken_s
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.federation.planner import KnownClusters
-from collapipe_flwr.federation.planning import Planning
+from collapipe_flwr.federation.planner import KnownClusters, Planning
 from collapipe_flwr.federation.rounds import RoundPlan
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from tests.federation.test_planner import MODEL, NODES, closed, rounds, weights
@@ -95,7 +93,7 @@ def with_report(
 
 def test_seconds_are_those_of_the_clocks_and_stand_beside_what_was_believed() -> None:
     planner = machines()
-    planned = planner.plan(1, [11], ArrayRecord())
+    planned = planner.plan(1, [11])
     (plan,) = planned.plan.clusters
     outcome, cluster = settled(planner, planned, told(plan, planner))
     assert cluster.measured
@@ -108,7 +106,7 @@ def test_seconds_are_those_of_the_clocks_and_stand_beside_what_was_believed() ->
 
 def test_a_coded_reply_is_priced_by_its_bytes() -> None:
     planner = machines()
-    planned = planner.plan(1, [11], ArrayRecord()).plan
+    planned = planner.plan(1, [11]).plan
     latency_s, server = {}, {}
     for codec in ("fp32", "int4"):
         profile = replace(planner.world.clusters[0], update_codec=codec)
@@ -123,7 +121,7 @@ def test_a_coded_reply_is_priced_by_its_bytes() -> None:
 
 def test_energy_is_power_by_measured_seconds_and_goes_into_queues() -> None:
     planner = machines()
-    planned = planner.plan(1, [11], ArrayRecord())
+    planned = planner.plan(1, [11])
     (plan,) = planned.plan.clusters
     telemetry = told(plan, planner)
     outcome, cluster = settled(planner, planned, telemetry)
@@ -145,7 +143,7 @@ def test_energy_is_power_by_measured_seconds_and_goes_into_queues() -> None:
 
 def test_a_sensor_goes_before_the_model_and_the_record_says_so() -> None:
     planner = machines()
-    planned = planner.plan(1, [11], ArrayRecord())
+    planned = planner.plan(1, [11])
     (plan,) = planned.plan.clusters
     name = plan.segments[0].device_id
     telemetry = with_report(told(plan, planner), 1, energy_j=1.25)
@@ -168,7 +166,7 @@ def test_a_sensor_goes_before_the_model_and_the_record_says_so() -> None:
 )
 def test_a_report_that_cannot_be_true_teaches_nothing(changes: dict[str, float]) -> None:
     planner = machines()
-    planned = planner.plan(1, [11], ArrayRecord())
+    planned = planner.plan(1, [11])
     (plan,) = planned.plan.clusters
     name = plan.segments[0].device_id
     _, cluster = settled(planner, planned, with_report(told(plan, planner), 1, **changes))
@@ -180,7 +178,7 @@ def test_a_report_that_cannot_be_true_teaches_nothing(changes: dict[str, float])
 @pytest.mark.parametrize("joules", [0.0, -1.0, math.nan, math.inf])
 def test_joules_that_are_none_are_modelled(joules: float) -> None:
     planner = machines()
-    planned = planner.plan(1, [11], ArrayRecord())
+    planned = planner.plan(1, [11])
     (plan,) = planned.plan.clusters
     telemetry = told(plan, planner)
     _, cluster = settled(planner, planned, with_report(telemetry, 1, energy_j=joules))
@@ -191,7 +189,7 @@ def test_joules_that_are_none_are_modelled(joules: float) -> None:
 @pytest.mark.parametrize("wall_s", [0.0, math.nan, math.inf])
 def test_a_round_without_a_clock_counts_as_planned(wall_s: float) -> None:
     planner = machines()
-    planned = planner.plan(1, [11], ArrayRecord())
+    planned = planner.plan(1, [11])
     (plan,) = planned.plan.clusters
     telemetry = replace(told(plan, planner), wall_s=wall_s)
     outcome, cluster = settled(planner, planned, telemetry)
@@ -202,7 +200,7 @@ def test_a_round_without_a_clock_counts_as_planned(wall_s: float) -> None:
 def test_measured_rounds_are_predicted_after_three() -> None:
     planner, errors = machines(), []
     for index in range(1, 7):
-        planned = planner.plan(index, [11], ArrayRecord())
+        planned = planner.plan(index, [11])
         (plan,) = planned.plan.clusters
         telemetry = told(plan, planner, slower=3.0)
         telemetry = replace(telemetry, wall_s=round_s(plan, planner, 3.0, more_s=0.4))
@@ -211,17 +209,17 @@ def test_measured_rounds_are_predicted_after_three() -> None:
     assert errors[0] > 0.5 and max(errors[3:]) < 0.1
     back = machines()
     back.load(planner.dump())
-    assert back.plan(7, [11], ArrayRecord()).plan == planner.plan(7, [11], ArrayRecord()).plan
+    assert back.plan(7, [11]).plan == planner.plan(7, [11]).plan
 
 
 def test_a_loader_of_another_length_than_described_changes_the_steps_of_the_next_plan() -> None:
     planner = machines()
-    planned = planner.plan(1, [11], ArrayRecord())
+    planned = planner.plan(1, [11])
     (plan,) = planned.plan.clusters
     few = told(plan, planner)
     few = replace(few, reports=tuple(replace(r, steps=3) for r in few.reports))
     settled(planner, planned, few)
-    (after,) = planner.plan(2, [11], ArrayRecord()).plan.clusters
+    (after,) = planner.plan(2, [11]).plan.clusters
     assert after.local_steps * after.micro_batch_size * after.micro_batches == 24
 
 
@@ -230,7 +228,7 @@ def test_simulated_clusters_are_priced_in_their_true_world_whatever_this_machine
     planner.world = replace(planner.world, truth_error=0.5)
     errors = []
     for index in range(1, 7):
-        planned = planner.plan(index, list(NODES), ArrayRecord())
+        planned = planner.plan(index, list(NODES))
         done = closed(planned, *NODES.values(), after=weights(1.0))
         outcome = planner.settle(done)
         assert not any(cluster.measured for cluster in outcome.clusters)

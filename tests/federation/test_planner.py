@@ -17,8 +17,7 @@ from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.movement import MovementMeter
-from collapipe_flwr.federation.planner import KnownClusters
-from collapipe_flwr.federation.planning import Planning
+from collapipe_flwr.federation.planner import KnownClusters, Planning
 from collapipe_flwr.federation.rounds import ClosedRound
 from collapipe_flwr.scheduler.link_estimates import link_key
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
@@ -100,7 +99,7 @@ def closed(plan, *names: str, after: ArrayRecord | None) -> ClosedRound:
 
 
 def test_every_described_cluster_gets_its_own_plan_that_covers_all_blocks():
-    planned = rounds().plan(1, [11, 12], EMPTY)
+    planned = rounds().plan(1, [11, 12])
     for node, name in NODES.items():
         plan = planned.cluster_plan(node)
         assert plan.cluster_id == name
@@ -124,7 +123,7 @@ def trusting(planner: KnownClusters, blocks: int, device: str) -> KnownClusters:
 @pytest.mark.parametrize("policy", ["uniform", "latency-only"])
 def test_the_first_blocks_are_planned_on_trusted_devices_alone(policy: str) -> None:
     planner = trusting(rounds(policy), 3, "/d2")
-    for planned in (planner.plan(1, [11, 12], EMPTY), planner.plan_evaluation(2, [11])):
+    for planned in (planner.plan(1, [11, 12]), planner.plan_evaluation(2, [11])):
         for plan in planned.plan.clusters:
             assert plan.segments[0].device_id.endswith("/d2")
             assert plan.segments[0].stop_block >= 3
@@ -143,7 +142,7 @@ def test_no_policy_is_trusted_to_heed_trust() -> None:
     planner = trusting(rounds(), 1, "/d2")
     planner.controller._scheduler = Careless(planner.controller._scheduler.settings, "uniform")
     with pytest.raises(ScheduleError, match="which its cluster does not trust"):
-        planner.plan(1, [11, 12], EMPTY)
+        planner.plan(1, [11, 12])
 
 
 def test_more_trusted_blocks_than_there_are_is_one_sentence() -> None:
@@ -154,31 +153,31 @@ def test_more_trusted_blocks_than_there_are_is_one_sentence() -> None:
 
 def test_the_first_plan_knows_the_links_that_were_measured_before() -> None:
     planner = rounds("dssda")
-    believed = planner.plan(1, [11, 12], EMPTY).cluster_plan(11)
+    believed = planner.plan(1, [11, 12]).cluster_plan(11)
     device, rate = believed.device_ids[-1], 1e3
     first, second = planner.world.clusters
     known = replace(first, link_rates=(LinkRate(ends=(device, ""), bit_per_s=rate),))
     planner = rounds("dssda")
     planner.world = replace(planner.world, clusters=(known, second))
     for _ in range(2):  # again, as after a round that failed
-        plan = planner.plan(1, [11, 12], EMPTY).cluster_plan(11)
+        plan = planner.plan(1, [11, 12]).cluster_plan(11)
         assert plan.device_ids[-1] != device
         assert planner.controller.state.links["cluster-0"][link_key(device, "")].believed < -1
 
 
 def test_a_node_that_never_described_itself_is_not_asked():
-    planned = rounds().plan(1, [11, 12, 99], EMPTY)
+    planned = rounds().plan(1, [11, 12, 99])
     assert [planned.takes_part(n) for n in (11, 12, 99)] == [True, True, False]
 
 
 def test_only_the_sampled_clusters_are_planned():
-    planned = rounds().plan(1, [12], EMPTY)
+    planned = rounds().plan(1, [12])
     assert [c.cluster_id for c in planned.plan.clusters] == ["cluster-1"]
 
 
 def test_the_realised_price_of_a_finished_round_is_the_predicted_one():
     planner = rounds()
-    plan = planner.plan(1, [11, 12], EMPTY)
+    plan = planner.plan(1, [11, 12])
     outcome = planner.settle(closed(plan, "cluster-0", "cluster-1", after=weights(1.0)))
     assert outcome.latency_s == pytest.approx(plan.plan.latency_s)
     for cluster in plan.plan.clusters:
@@ -187,7 +186,7 @@ def test_the_realised_price_of_a_finished_round_is_the_predicted_one():
 
 def test_queues_grow_by_realised_energy_over_budget_and_only_for_those_who_finished():
     planner = rounds("latency-only", budget_margin=0.0, energy_advance=0.0)
-    plan = planner.plan(1, [11, 12], EMPTY)
+    plan = planner.plan(1, [11, 12])
     outcome = planner.settle(closed(plan, "cluster-0", after=weights(1.0)))
     for device, spent in outcome.energy_j["cluster-0"].items():
         assert outcome.queues_j["cluster-0"][device] == pytest.approx(max(spent - 0.5, 0.0))
@@ -197,9 +196,9 @@ def test_queues_grow_by_realised_energy_over_budget_and_only_for_those_who_finis
 
 def test_a_cluster_that_joins_late_pays_for_the_plan_that_it_had():
     planner = rounds("latency-only", budget_margin=0.0, energy_advance=0.0)
-    first = planner.plan(1, [11, 12], EMPTY)
+    first = planner.plan(1, [11, 12])
     planner.settle(closed(first, "cluster-0", after=weights(1.0)))
-    second = planner.plan(2, [11], EMPTY)
+    second = planner.plan(2, [11])
     assert set(planner.controller.state.energy_queue_j["cluster-1"].values()) == {0.0}
     later = closed(second, "cluster-0", "cluster-1", after=weights(2.0))
     later.joined["cluster-1"] = first.cluster_plan(12)
@@ -214,7 +213,7 @@ def test_a_cluster_that_joins_late_pays_for_the_plan_that_it_had():
 def test_measurements_reach_the_estimators():
     planner, meter = rounds(), MovementMeter()
     for server_round in (1, 2):
-        plan = planner.plan(server_round, [11, 12], EMPTY)
+        plan = planner.plan(server_round, [11, 12])
         done = closed(plan, "cluster-0", "cluster-1", after=weights(float(server_round)))
         planner.settle(replace(done, movement=meter.measure(done)))
     learning = planner.controller.state.learning
@@ -227,18 +226,18 @@ def test_measurements_reach_the_estimators():
 
 def test_a_round_that_nobody_finished_teaches_nothing_and_the_next_one_is_planned():
     planner = rounds()
-    planner.settle(closed(planner.plan(1, [11, 12], EMPTY), *NODES.values(), after=weights(1.0)))
-    plan, before = planner.plan(2, [11, 12], EMPTY), planner.controller.state
+    planner.settle(closed(planner.plan(1, [11, 12]), *NODES.values(), after=weights(1.0)))
+    plan, before = planner.plan(2, [11, 12]), planner.controller.state
     outcome = planner.settle(closed(plan, after=None))
     assert outcome.latency_s is None and outcome.energy_j == {}
     assert outcome.queues_j == before.energy_queue_j
     assert planner.controller.state == before
-    assert planner.plan(3, [11, 12], EMPTY).plan.clusters
+    assert planner.plan(3, [11, 12]).plan.clusters
 
 
 def test_a_round_that_the_inner_strategy_dropped_still_costs_energy():
     planner = rounds()
-    plan = planner.plan(1, [11, 12], EMPTY)
+    plan = planner.plan(1, [11, 12])
     assert planner.settle(closed(plan, "cluster-0", after=None)).energy_j["cluster-0"]
 
 
@@ -285,12 +284,12 @@ def test_movement_is_that_of_the_averaged_arrays():
 def test_a_planner_loaded_from_its_dump_goes_on_like_the_one_that_never_stopped(policy):
     alive, dead = rounds(policy), rounds(policy)
     for planner in (alive, dead):
-        plan = planner.plan(1, [11, 12], EMPTY)
+        plan = planner.plan(1, [11, 12])
         planner.settle(closed(plan, "cluster-0", "cluster-1", after=weights(1.0)))
     back = rounds(policy)
     back.load(dead.dump())
     for server_round in (2, 3):
-        plans = [p.plan(server_round, [11, 12], EMPTY) for p in (alive, back)]
+        plans = [p.plan(server_round, [11, 12]) for p in (alive, back)]
         assert plans[0] == plans[1]
         after = weights(float(server_round))
         outcomes = [

@@ -213,8 +213,8 @@ def test_a_node_that_is_evaluated_without_a_plan_of_its_own_is_passed_over():
 
 def test_a_cluster_behind_two_nodes_is_refused():
     class Twins(FixedPlanner):
-        def plan(self, server_round, nodes, arrays):
-            planned = super().plan(server_round, nodes, arrays)
+        def plan(self, server_round, nodes):
+            planned = super().plan(server_round, nodes)
             return replace(planned, cluster_ids=dict.fromkeys(nodes, "c1"))
 
     grid = LocalGrid({1: failing, 2: failing})
