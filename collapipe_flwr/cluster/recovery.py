@@ -55,8 +55,7 @@ from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.pipeline.step import MicroBatch, StepResult
 from collapipe_flwr.scheduler.plans import check_privacy
 from collapipe_flwr.scheduler.refusal import compared
-from collapipe_flwr.scheduler.remaining import without_lost
-from collapipe_flwr.scheduler.replan import ReplanInput, replan, with_head
+from collapipe_flwr.scheduler.replan import ReplanInput, replan, with_head, without_lost
 
 log = logging.getLogger(__name__)
 Batch = Sequence[MicroBatch]

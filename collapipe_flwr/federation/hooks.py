@@ -33,7 +33,6 @@ from collapipe_flwr.federation.checkpoint import (
     restore_rng_state,
     rng_state,
 )
-from collapipe_flwr.federation.default_edge import DefaultEdge, open_edge
 from collapipe_flwr.federation.hook_options import (
     Learning,
     check_options,
@@ -62,7 +61,7 @@ from collapipe_flwr.federation.rounds import (
     RoundRecord,
     metrics_as_dict,
 )
-from collapipe_flwr.federation.split import PersonalArrays, SplitTraining
+from collapipe_flwr.federation.split import DefaultEdge, PersonalArrays, SplitTraining, open_edge
 from collapipe_flwr.federation.updates import EXACT
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.reporting.progress import ClusterProgress

@@ -23,21 +23,19 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from collapipe_flwr.core.errors import CollaPipeError, RunError
 from collapipe_flwr.federation.checkpoint import (
+    Arrays,
     Checkpoint,
     Checkpoints,
     ComponentState,
     Resumable,
-    restore_rng_state,
-    rng_state,
-)
-from collapipe_flwr.federation.inner import make_driver
-from collapipe_flwr.federation.state_values import (
-    Arrays,
     check_same_class,
     encode_state,
+    restore_rng_state,
     restore_state,
+    rng_state,
     select_changed,
 )
+from collapipe_flwr.federation.inner import make_driver
 from collapipe_flwr.federation.strategy import CollaPipe
 
 log = logging.getLogger("flwr.collapipe")

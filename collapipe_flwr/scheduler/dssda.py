@@ -1,4 +1,8 @@
-"""DSSDA: drift-plus-penalty over exact segments and jointly optimal radio. Our reconstruction."""
+"""DSSDA: drift-plus-penalty over exact segments and jointly optimal radio. Our reconstruction.
+
+Many clusters leave no time to play every candidate: a plan is made by the lower bound, played once,
+and repaired where the bound was far from what is played (`repair_late_clusters`).
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,7 @@ from collapipe_flwr.scheduler.base import (
     solution_plan,
     weight_of,
 )
-from collapipe_flwr.scheduler.catching_up import repair_late_clusters
-from collapipe_flwr.scheduler.closing_early import closing_early
-from collapipe_flwr.scheduler.decision import Decision
+from collapipe_flwr.scheduler.decision import Decision, closing_early
 from collapipe_flwr.scheduler.edge_choice import EdgeChoice
 from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.gain_estimates import robust, with_averages, with_forecast
@@ -43,6 +45,9 @@ from collapipe_flwr.scheduler.protocol import (
 
 RADIO_SPARE = 0.05  # of transmissions' energy: another plan may need a little more
 OVERDRAFTS = 4  # searches at most for a plan whose transmissions overdraw no account
+MUCH_LATER = 1.02  # than by the bound: other rows are tried for clusters that end so
+WORTH_A_CHANGE = 0.05  # of the objective, by which their rows may be dearer
+TRIED = 6  # rows of such a cluster that are played
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,3 +327,21 @@ def repeated(state: SchedulerState, snapshot: Snapshot, error: Exception) -> Pla
         latency_s=max(c.latency_s for c in usable),
         fallback=f"kept the plan of round {last.round_index}: {error}",
     )
+
+
+def repair_late_clusters(planner: PlanSolver, solution: Solution) -> Solution:
+    """Play ``solution``, and try other rows for clusters that then end much later."""
+    best, bound_s = planner.play(solution), solution.priced.latency_s.max()
+    late = np.flatnonzero(best.priced.latency_s > MUCH_LATER * bound_s)
+    if not len(late):
+        return best
+    place = planner.in_place(best)
+    near = place.bound_rows(planner.fitting(planner.neighbours(best.rows.take(late))))
+    dearer = near.costs.worth - place.costs.worth[near.near.cluster_r]
+    in_time = near.costs.latency <= MUCH_LATER * bound_s
+    near = near.take(np.flatnonzero(in_time & (dearer < WORTH_A_CHANGE * best.objective)))
+    if not len(near.near):
+        return best
+    rows = place.play_rows(near.keep_first(TRIED).near, joint=True).combine()
+    trial = planner.play(planner.stayed(rows, best.allocation.edge_hz_r))
+    return min(best, trial, key=lambda s: s.objective)

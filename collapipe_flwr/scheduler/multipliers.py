@@ -5,10 +5,19 @@ With one multiplier per device, in reference latencies per budget,
     g(theta) = min over plans of  rho T / T_ref + sum theta (e / budget - 1)
 
 lies below the cost of every mix of plans that keeps all budgets on average. Cutting planes find
-where it is highest: a plan that is best at some multipliers is a plane above g, `mixture` says
-where the least of all planes is highest, and the next multipliers are part of the way there
+where it is highest: a plan that is best at some multipliers is a plane above g, `solve_mixture`
+says where the least of all planes is highest, and the next multipliers are part of the way there
 (Ben-Ameur and Neto 2007, in-out). Queues then start at ``V theta`` instead of 0, as place-holder
 backlog (Huang and Neely 2011), and need not fill up first.
+
+The cheapest mix of plans that keeps all budgets on average is
+
+    min c x    such that  G x <= 0,  sum x = 1,  x >= 0
+
+with the cost ``c`` of every plan and its energies over budgets less 1, ``G``. The multipliers of
+the budgets are where the least of the planes ``c_p + theta G_p`` is highest: what Kelley's (1960)
+cutting planes climb. A primal-dual interior point with Mehrotra's (1992) predictor and corrector
+solves it.
 
 V is the length of a queue that is worth the whole of a latency, so one budget more in a queue
 changes its multiplier by 1/V. That is a tenth of what multipliers are, on average: where budgets
@@ -18,13 +27,13 @@ all of them together is then spread over all their devices, so V grows with thei
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Mask
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
-from collapipe_flwr.scheduler.mixture import solve_mixture
 from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 
 STEPS = 25  # cutting planes at most
@@ -37,6 +46,11 @@ FEWEST_OF_MANY = 10  # the same with more clusters than are searched thoroughly
 PART = 0.1  # of the mean multiplier, by which one budget changes a multiplier
 WEIGHTS = (1.0, 1000.0)  # V is within these
 ALWAYS = 1e-6  # price of energy where its multiplier is 0, so that nothing is wasted
+MOST = 10.0  # reference latencies that a budget is worth at most
+ITERATIONS = 40
+COMPLEMENTARY = 1e-9  # relative: where the interior point is at its end
+REFINEMENTS = 2
+SHORT = 0.995  # of the way to the boundary
 
 
 @dataclass(slots=True)
@@ -140,3 +154,86 @@ def weight_for(theta_mi: Array) -> float:
     if not len(active):
         return USUAL_WEIGHT
     return float(np.clip(1.0 / (PART * active.mean()), *WEIGHTS))
+
+
+def solve_mixture(cost_p: Array, excess_pd: Array) -> tuple[float, Array]:
+    """Return the cost of the best mix and the worth of every budget, (D,), at most ``MOST``."""
+    relevant = np.flatnonzero((excess_pd > 0.0).any(0))
+    worth = _solve_program(excess_pd[:, relevant].T, cost_p)
+    theta = np.zeros(excess_pd.shape[1])
+    theta[relevant] = np.clip(-worth[:-1], 0.0, MOST)
+    return float((cost_p + excess_pd @ theta).min()), theta
+
+
+def _solve_program(rows: Array, cost_p: Array) -> Array:
+    """Solve for the multipliers of ``rows x - short + left = 0`` and ``sum x = 1`` at least cost.
+
+    Overspending a budget costs `MOST` per budget, and what is left of it costs nothing.
+    """
+    count, plans = rows.shape
+    goal = np.concatenate([cost_p, np.full(count, MOST), np.zeros(count)])
+    wide = len(goal)
+
+    def apply_rows(x: Array) -> Array:
+        """Return the left sides of all constraints."""
+        short, left = x[plans : plans + count], x[plans + count :]
+        return np.append(rows @ x[:plans] - short + left, x[:plans].sum())
+
+    def apply_columns(worth: Array) -> Array:
+        """Return the price of every variable at the multipliers of all constraints."""
+        return np.concatenate([worth[:-1] @ rows + worth[-1], -worth[:-1], worth[:-1]])
+
+    right = np.append(np.zeros(count), 1.0)
+    x, worth, slack = np.ones(wide), np.zeros(count + 1), np.ones(wide) * (1.0 + abs(goal).max())
+    for _ in range(ITERATIONS):
+        primal, dual = right - apply_rows(x), goal - apply_columns(worth) - slack
+        middle = float(x @ slack) / wide
+        if max(middle, abs(primal).max(), abs(dual).max()) < COMPLEMENTARY:
+            break
+        ratio = x / slack
+        solve = _factor_normal(rows, ratio)
+        aim = np.zeros(wide)
+        for step in ("predictor", "corrector"):
+            centre = aim / slack - x
+            d_worth = solve(primal - apply_rows(centre - ratio * dual))
+            d_slack = dual - apply_columns(d_worth)
+            d_x = centre - ratio * d_slack
+            reach_x, reach_s = _measure_reach(x, d_x), _measure_reach(slack, d_slack)
+            if step == "predictor":
+                left = float((x + reach_x * d_x) @ (slack + reach_s * d_slack)) / wide
+                aim = (left / middle) ** 3 * middle - d_x * d_slack
+        x = x + SHORT * reach_x * d_x
+        worth, slack = worth + SHORT * reach_s * d_worth, slack + SHORT * reach_s * d_slack
+    return worth
+
+
+def _factor_normal(rows: Array, ratio: Array) -> Callable[[Array], Array]:
+    """Factor the normal equations: diagonal except for the few plans, which are solved densely."""
+    count, plans = rows.shape
+    of_plan, own = ratio[:plans], ratio[plans : plans + count] + ratio[plans + count :]
+    least = 1e-12 * (own.sum() + of_plan @ (1.0 + (rows * rows).sum(0)))
+    own = own + least
+    scaled = rows / own[:, None]
+    small = np.ones((plans + 1, plans + 1))
+    small[:plans, :plans] = rows.T @ scaled + np.diag(1.0 / of_plan)
+    small[plans, plans] = -least
+
+    def solve_once(right: Array) -> Array:
+        found = np.linalg.solve(small, np.append(right[:-1] @ scaled, right[-1]))
+        return np.append(right[:-1] / own - scaled @ found[:-1], -found[-1])
+
+    def solve(right: Array) -> Array:
+        found = solve_once(right)
+        for _ in range(REFINEMENTS):  # large quotients cancel
+            plan = of_plan * (found[:-1] @ rows + found[-1])
+            said = np.append(own * found[:-1] + rows @ plan, plan.sum() + least * found[-1])
+            found = found + solve_once(right - said)
+        return found
+
+    return solve
+
+
+def _measure_reach(values: Array, change: Array) -> float:
+    """Return how far, at most 1, one may go before a value is 0."""
+    falling = change < 0.0
+    return min(1.0, float((-values[falling] / change[falling]).min(initial=np.inf)))

@@ -16,7 +16,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
-from collapipe_flwr.scheduler.closing_early import closing_s
+from collapipe_flwr.scheduler.decision import closing_s
 from collapipe_flwr.scheduler.dssda import Dssda, usable_plans
 from collapipe_flwr.scheduler.protocol import Nested, Scheduler, SchedulerConfig, SchedulerState
 from collapipe_flwr.scheduler.rules import RULES, RuleScheduler

@@ -4,13 +4,18 @@ Micro-batches and the edge's warm-up depth stay as planned, so that every step c
 would have computed; only segments move. They minimise the step's compute time exactly
 (``segment_dp``) over the devices that are left, within their memories. Links are not priced: no
 fresh channel states are known in the middle of a round, and the next one is planned in full again.
+
+Where every stage keeps one of its replicas no block moves: the others take the lost ones'
+micro-batches. Each may then have more of them in flight, as far as its memory goes, so that the
+stages behind find as much to do as before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,8 +27,9 @@ from collapipe_flwr.core.domain import (
     ModelProfile,
     Segment,
 )
-from collapipe_flwr.core.errors import InfeasibleError
+from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.core.links import CODECS, LinkConfig
+from collapipe_flwr.core.schedule import ReplicaIndex
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.layouts import span_sums
 from collapipe_flwr.costs.tables import block_table
@@ -40,6 +46,7 @@ from collapipe_flwr.scheduler.segment_dp import (
 )
 
 MOST_IN_ANY_ORDER = 8  # beyond, all orders take too long: trusted ones, then fastest first
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,3 +249,80 @@ def _refusal(plan: ClusterPlan, rest: ReplanInput) -> str:
         f"{left} left ({why}): bring the device back, add one, or "
         "lower the micro-batches"
     )
+
+
+def without_lost(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan | None:
+    """Return the plan for the devices of ``rest``; None where that needs blocks to move.
+
+    A step is predicted to take as much longer as the stage that lost most.
+    """
+    segments = tuple(_keep_present(segment, rest.present) for segment in plan.segments)
+    if any(segment is None for segment in segments):
+        return None
+    thinned = replace(plan, segments=tuple(segment for segment in segments if segment is not None))
+    for depths in _propose_depths(plan, thinned.replicas):
+        candidate = _predict(plan, replace(thinned, warmup_depth=depths), rest)
+        if candidate is not None and _can_run(candidate, rest.options.schedule):
+            return candidate
+    return None
+
+
+def _keep_present(segment: Segment, present: Collection[str]) -> Segment | None:
+    names = [name for name in segment.device_ids if name in present]
+    return replace(segment, device_id=names[0], replicas=tuple(names[1:])) if names else None
+
+
+def _propose_depths(plan: ClusterPlan, left: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Propose depths: as many in flight per stage as before, else as many on each device."""
+    stages = tuple(zip(plan.warmup_depth, plan.replicas, left, strict=True))
+    yield tuple(min(-(-depth * had // has), plan.micro_batches) for depth, had, has in stages)
+    yield plan.warmup_depth
+
+
+def _can_run(plan: ClusterPlan, schedule: str) -> bool:
+    try:
+        dry_run_plan(plan, schedule)
+    except ScheduleError:
+        return False
+    return True
+
+
+def _predict(before: ClusterPlan, plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan | None:
+    """Predict for the devices that are left; None where a memory is too small."""
+    blocks, margin = block_table(rest.model), 1.0 - rest.options.memory_margin
+    most = before.most_bytes
+    room = {device.device_id: min(device.memory_bytes * margin, most) for device in rest.devices}
+    need: dict[str, float] = {}
+    more: dict[str, float] = {}
+    for stage, (segment, had) in enumerate(
+        zip(plan.segments, before.replicas[1:-1], strict=True), 1
+    ):
+        has = len(segment.device_ids)
+        own = len(ReplicaIndex(replicas=has).own(plan.micro_batches))
+        flight = min(plan.warmup_depth[stage], own)
+        sizes = segment_bytes(blocks, rest.options, plan.micro_batch_size, flight)
+        size = float(sizes[segment.first_block, segment.stop_block])
+        need |= dict.fromkeys(segment.device_ids, size)
+        more |= dict.fromkeys(segment.device_ids, had / has)
+    if any(need[name] > room[name] for name in need):
+        return None
+    longer = max(more.values())
+    return replace(
+        plan,
+        tx_power_w=_drop_gone(plan.tx_power_w, before, plan),
+        gradient_power_w=_drop_gone(plan.gradient_power_w, before, plan),
+        latency_s=plan.latency_s * longer,
+        step_s=plan.step_s * longer,
+        energy_j={
+            name: joule * more.get(name, 1.0)
+            for name, joule in _drop_gone(plan.energy_j, before, plan).items()
+        },
+        memory_bytes={name: int(size) for name, size in need.items()},
+    )
+
+
+def _drop_gone(
+    values: Mapping[str, Value], before: ClusterPlan, plan: ClusterPlan
+) -> dict[str, Value]:
+    gone = set(before.device_ids) - set(plan.device_ids)
+    return {name: value for name, value in values.items() if name not in gone}

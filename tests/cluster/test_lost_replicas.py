@@ -12,8 +12,7 @@ from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.scheduler.remaining import without_lost
-from collapipe_flwr.scheduler.replan import ReplanInput
+from collapipe_flwr.scheduler.replan import ReplanInput, without_lost
 from tests.closeness import assert_near, assert_same
 from tests.cluster.faults import Fault, failing
 from tests.cluster.recovered import STEPS, order

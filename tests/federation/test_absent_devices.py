@@ -15,7 +15,7 @@ from collapipe_flwr.core.measurements import StageMeasurement
 from collapipe_flwr.federation.client.pipeline_round import build_telemetry as telemetry_of
 from collapipe_flwr.federation.planner import KnownClusters
 from collapipe_flwr.pipeline.offload import LazyMapping
-from collapipe_flwr.scheduler.absence import Absence, without_absent
+from collapipe_flwr.scheduler.controller import Absence, without_absent
 from tests.federation.test_planner import NODES, closed, rounds, told, weights
 from tests.rounds import Cut
 

@@ -27,10 +27,16 @@ from flwr.serverapp.strategy import (
 
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.checkpoint import VERSION, Checkpoint, Checkpoints, ComponentState
+from collapipe_flwr.federation.checkpoint import (
+    VERSION,
+    Checkpoint,
+    Checkpoints,
+    ComponentState,
+    encode_state,
+    restore_state,
+)
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.resuming import Checkpointed
-from collapipe_flwr.federation.state_values import encode_state, restore_state
 from collapipe_flwr.federation.strategy import CollaPipe
 from tests.full_disk import full_disk
 from tests.power_cuts import Killed

@@ -9,10 +9,10 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
+from collapipe_flwr.federation.checkpoint import encode_state
 from collapipe_flwr.federation.inner_state import remember
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.records import ARRAYS, METRICS
-from collapipe_flwr.federation.state_values import encode_state
 from collapipe_flwr.federation.strategy import CollaPipe
 from tests.federation.strategies import AVERAGING, Make
 

@@ -11,11 +11,11 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from transformers import BertConfig, BertForSequenceClassification
 
-from collapipe_flwr.federation import default_edge
+from collapipe_flwr.federation import split
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.client.cluster import Cluster
-from collapipe_flwr.federation.default_edge import DefaultEdge
 from collapipe_flwr.federation.local_grid import LocalGrid
+from collapipe_flwr.federation.split import DefaultEdge
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.transport.client import HostClient
@@ -73,7 +73,7 @@ def test_the_edge_counts_the_micro_batches_of_the_open_round_alone() -> None:
 
 @pytest.mark.parametrize("silent", [True, False])
 def test_an_edge_that_does_not_answer_tells_nothing(silent: bool, monkeypatch) -> None:
-    monkeypatch.setattr(default_edge, "_PROGRESS_S", 0.1)
+    monkeypatch.setattr(split, "_PROGRESS_S", 0.1)
     with socket.socket() as there:
         there.bind(("127.0.0.1", 0))
         if silent:

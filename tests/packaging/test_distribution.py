@@ -38,7 +38,7 @@ BASE = (
     "collapipe_flwr.models",
     "collapipe_flwr.reporting.simulation",
 )
-FLOWER = ("run.launcher", "default_edge", "strategy")
+FLOWER = ("run.launcher", "split", "strategy")
 WITHOUT_EXTRAS = f"""
 import importlib, sys
 for name in {OPTIONAL!r} + ("flwr",):

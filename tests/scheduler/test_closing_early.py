@@ -11,7 +11,7 @@ from collapipe_flwr.core.domain import ClusterSnapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.convergence import join_weight
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.scheduler.closing_early import EarlyClosing, closing_s, count_rounds_late
+from collapipe_flwr.scheduler.decision import EarlyClosing, closing_s, count_rounds_late
 from collapipe_flwr.scheduler.dssda import Dssda
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig

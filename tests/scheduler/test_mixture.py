@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from collapipe_flwr.scheduler.mixture import MOST, solve_mixture
+from collapipe_flwr.scheduler.multipliers import MOST, solve_mixture
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -22,8 +22,7 @@ from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
 from collapipe_flwr.scheduler.plans import check_privacy, strangers
 from collapipe_flwr.scheduler.policies import POLICIES, make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.scheduler.remaining import without_lost
-from collapipe_flwr.scheduler.replan import ReplanInput, replan
+from collapipe_flwr.scheduler.replan import ReplanInput, replan, without_lost
 from tests.thorough import examples
 from tests.worlds import draw_world, planned
 
