@@ -29,7 +29,7 @@ from torch import Tensor
 from collapipe_flwr import CollaPipe
 from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
-from collapipe_flwr.federation.deadline import RoundDeadline
+from collapipe_flwr.federation.late import RoundDeadline
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.members import ClusterGrid
 from collapipe_flwr.federation.records import EXAMPLES, write_telemetry

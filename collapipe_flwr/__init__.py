@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collapipe_flwr.federation.client.relay import Relay as Relay
     from collapipe_flwr.federation.local_grid import LocalGrid as LocalGrid
     from collapipe_flwr.federation.planner import Planning as Planning
-    from collapipe_flwr.federation.rounds import RoundRecord as RoundRecord
+    from collapipe_flwr.federation.round import RoundRecord as RoundRecord
     from collapipe_flwr.federation.run.sinks import Sinks as Sinks
     from collapipe_flwr.federation.strategy import CollaPipe as CollaPipe
     from collapipe_flwr.models.split_model import SplitModel as SplitModel
@@ -46,9 +46,9 @@ _HOMES = {
     "ModelError": "core.errors",
     "OptimizerConfig": "pipeline.optimizer",
     "ParameterGroup": "pipeline.optimizer",
-    "Planning": "federation.planning",
+    "Planning": "federation.planner",
     "Relay": "federation.client.relay",
-    "RoundRecord": "federation.rounds",
+    "RoundRecord": "federation.round",
     "RunError": "core.errors",
     "ScheduleError": "core.errors",
     "SchedulerConfig": "scheduler.protocol",

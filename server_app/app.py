@@ -24,7 +24,7 @@ from collapipe_flwr.core.errors import (
 )
 from collapipe_flwr.core.imports import installed_versions
 from collapipe_flwr.federation.arrays import encode_tensors
-from collapipe_flwr.federation.deadline import RoundDeadline
+from collapipe_flwr.federation.late import RoundDeadline
 from collapipe_flwr.federation.members import ClusterGrid, discover_clusters
 from collapipe_flwr.federation.planner import KnownClusters, Unplanned
 from collapipe_flwr.federation.records import UnsplitTask, task_config

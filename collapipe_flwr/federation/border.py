@@ -4,11 +4,15 @@ A member may send anything. What it sends is decoded by types that declare their
 (`core.bounds`), arrays by their heads (`array_format`), and here compared with what it was asked
 for and with what the others reply. All of this raises ProtocolError and nothing else, so that a
 cluster that sends nonsense fails in its round, and the others go on as if it were absent.
+
+The number of examples weighs a reply in averages. It is the cluster's own claim, as in every Flower
+project: only impossible numbers are refused.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -19,14 +23,15 @@ from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
 from collapipe_flwr.core.errors import ProtocolError, ScheduleError
 from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.core.texts import SHORT, to_one_line
-from collapipe_flwr.federation import messages, records
+from collapipe_flwr.federation import records
 from collapipe_flwr.federation.array_format import layout_of
 from collapipe_flwr.federation.inner import layers
-from collapipe_flwr.federation.rounds import Sent
+from collapipe_flwr.federation.records import Sent, examples_of
 from collapipe_flwr.federation.updates import EXACT, decode_update
 from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
 
 log = logging.getLogger("flwr.collapipe")
+MOST_EXAMPLES = 1e12  # of one cluster in one round, tokens included
 MOST_METRIC = 1e30  # of any metric: far below what overflows in a weighted sum
 MOST_ENTRIES = 2**20  # of one metric
 _MOST_RECORDS = 64  # of one reply
@@ -45,7 +50,7 @@ def trained(
     try:
         rest, telemetry = records.take_telemetry(content)
         if sent.updates != EXACT:
-            name, arrays = messages.only_arrays(rest, "a reply")
+            name, arrays = records.only_arrays(rest, "a reply")
             rest[name] = decode_update(arrays, sent.arrays, sent.updates)
         for arrays in rest.array_records.values():
             for key, array in arrays.items():
@@ -200,21 +205,21 @@ def evaluations(
     ``names`` are the clusters' by node. With ``averages`` they must have the same shape, if it
     ``weighs`` them each must have a weight.
     """
-    check_weight = messages.check_weight if weighs else messages.check_possible
+    check = check_weight if weighs else check_possible
 
     def checked(reply: Message, shape: Shape | None) -> Message:
         node = reply.metadata.src_node_id
         name = names.get(node, f"node-{node}")
         if reply.has_error():
-            return messages.with_printable_error(reply)
+            return records.with_printable_error(reply)
         try:
             _check_records(reply.content, name, weighted_by)
-            check_weight(reply.content, weighted_by, name)
+            check(reply.content, weighted_by, name)
             if shape is not None:
                 check_shape(reply.content, shape, name)
         except ProtocolError as error:
             log.warning("the evaluation of cluster %s is unusable: %s", name, error)
-            return messages.as_failed(reply, error)
+            return records.as_failed(reply, error)
         return reply
 
     found = [checked(reply, None) for reply in replies]
@@ -227,3 +232,33 @@ def evaluations(
 def averages(strategy: Strategy) -> bool:
     """Whether a strategy averages replies, which then must have the same shape."""
     return any(isinstance(layer, FedAvg) for layer in layers(strategy))
+
+
+def check_weight(content: RecordDict, weighted_by: str, cluster_id: str) -> float:
+    """Return the weight of a reply; raises ProtocolError for one that would spoil the average."""
+    examples = examples_of(content, weighted_by)
+    if not (math.isfinite(examples) and examples > 0):
+        raise ProtocolError(
+            f"cluster {cluster_id} replied with {weighted_by} = {examples:g} or without it: it "
+            "weighs the reply, so it must be > 0"
+        )
+    return check_possible(content, weighted_by, cluster_id)
+
+
+def check_possible(content: RecordDict, weighted_by: str, cluster_id: str) -> float:
+    """Return the weight of a reply; raises ProtocolError for more examples than are possible."""
+    examples = examples_of(content, weighted_by)
+    if not 0 <= examples <= MOST_EXAMPLES:
+        raise ProtocolError(
+            f"cluster {cluster_id} claims {weighted_by} = {examples:g}, which no round reaches: it "
+            "would outweigh all others, so its reply is not used"
+        )
+    return examples
+
+
+def explain_divergence(key: str) -> str:
+    """Say why a reply with this non-finite array is refused."""
+    return (
+        f"it returned {key} with values that are not finite: its training diverged; lower the "
+        "learning rate"
+    )

@@ -24,6 +24,7 @@ from collapipe_flwr.core.incident import (
     RETRY,
     Incident,
 )
+from collapipe_flwr.federation.accepted import AcceptedReplies
 from collapipe_flwr.federation.arrays import find_not_finite, inner_view, load_into, narrow_raw
 from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Attempts, are_permanent
 from collapipe_flwr.federation.border import averages, evaluations
@@ -47,17 +48,20 @@ from collapipe_flwr.federation.inner_state import (
     remember,
     undo_nothing,
 )
-from collapipe_flwr.federation.late_updates import LateUpdate, LateUpdates
-from collapipe_flwr.federation.messages import replace_content, restore_arrays
-from collapipe_flwr.federation.movement import MovementMeter
-from collapipe_flwr.federation.open_round import OpenRound
-from collapipe_flwr.federation.planner import DescribedClusters, KnownClusters, Planning, planner_of
-from collapipe_flwr.federation.records import EXAMPLES
-from collapipe_flwr.federation.rounds import (
-    AcceptedReplies,
-    ClosedRound,
-    RoundPlan,
+from collapipe_flwr.federation.late import LateUpdate, LateUpdates
+from collapipe_flwr.federation.planner import (
+    DescribedClusters,
+    KnownClusters,
+    MovementMeter,
+    Planning,
     RoundPlanner,
+    planner_of,
+)
+from collapipe_flwr.federation.records import EXAMPLES, replace_content, restore_arrays
+from collapipe_flwr.federation.round import (
+    ClosedRound,
+    OpenRound,
+    RoundPlan,
     RoundRecord,
     metrics_as_dict,
 )

@@ -24,9 +24,8 @@ from collapipe_flwr.core.errors import ProtocolError, RunError
 from collapipe_flwr.federation.attempts import FIRST_PAUSE_S
 from collapipe_flwr.federation.border import described
 from collapipe_flwr.federation.checkpoint import Resumable
-from collapipe_flwr.federation.deadline import RoundDeadline
-from collapipe_flwr.federation.messages import error_text
-from collapipe_flwr.federation.records import QUERY_DESCRIBE
+from collapipe_flwr.federation.late import RoundDeadline
+from collapipe_flwr.federation.records import QUERY_DESCRIBE, error_text
 from collapipe_flwr.federation.wrapped_grid import WrappedGrid
 
 log = logging.getLogger("flwr.collapipe")

@@ -9,15 +9,20 @@ own processes, and there is nothing to plan.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
+import numpy as np
 from flwr.serverapp import Grid
+from numpy.typing import NDArray
 
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.domain import (
     ClusterProfile,
     ModelProfile,
+    Movement,
     Plan,
     RoundOutcome,
     Snapshot,
@@ -26,10 +31,11 @@ from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.costs.work import NOTHING
+from collapipe_flwr.federation.arrays import averaging_view
 from collapipe_flwr.federation.checkpoint import ComponentState
 from collapipe_flwr.federation.hook_options import WITHOUT_MODEL
 from collapipe_flwr.federation.members import NO_CLUSTER, Newcomers, find_namesakes
-from collapipe_flwr.federation.rounds import ClosedRound, RoundPlan, RoundPlanner
+from collapipe_flwr.federation.round import ClosedRound, RoundPlan
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.scheduler.base import Policy
@@ -128,6 +134,17 @@ class Planning:
         )
         described = tuple(self.described(profile, model) for profile in profiles)
         return replace(world, clusters=described)
+
+
+@runtime_checkable
+class RoundPlanner(Protocol):
+    """Plans a round, and learns from its result."""
+
+    def plan(self, server_round: int, nodes: Sequence[int]) -> RoundPlan:
+        """Return the plan for ``nodes``; raises ScheduleError if there is none."""
+
+    def settle(self, closed: ClosedRound) -> RoundOutcome:
+        """Price the round, and update queues and estimates."""
 
 
 class KnownClusters:
@@ -388,3 +405,57 @@ def finished(plan: Plan, closed: ClosedRound, world: World) -> Plan:
     begun = (*plan.clusters, *closed.joined.values())
     done = (ends.get(c.cluster_id, c) for c in begun if c.cluster_id in closed.models)
     return replace(plan, clusters=tuple(done))
+
+
+class MovementMeter:
+    """How far the model moved in successive rounds; a resumed run knows its ``last`` update.
+
+    With x the global update and x_m that of cluster m: |x|, |x - previous x|, and the
+    example-weighted mean of |x_m - x|^2. Works key by key, so memory stays at one model.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[str, NDArray[np.floating]] = {}
+
+    def dump(self) -> ComponentState:
+        return ComponentState(arrays=self.last)
+
+    def load(self, memory: ComponentState) -> None:
+        self.last = dict(memory.arrays)
+
+    def measure(self, closed: ClosedRound) -> Movement:
+        """Measure a round; nothing is known of one that the inner strategy dropped."""
+        if closed.after is None:
+            return Movement()
+        before, after = averaging_view(closed.before), averaging_view(closed.after)
+        moved = {}
+        for key in (key for key in before if key in after):
+            start = before[key].numpy()
+            if np.isfinite(start).all():  # a mask may hold -inf
+                moved[key] = after[key].numpy() - start
+        change = None
+        if self.last.keys() == moved.keys():
+            change = math.sqrt(sum(_square(x - self.last[k]) for k, x in moved.items()))
+        self.last = moved
+        return Movement(
+            norm=math.sqrt(sum(_square(x) for x in moved.values())),
+            change_norm=change,
+            spread=_spread({k: after[k].numpy() for k in moved}, closed),
+        )
+
+
+def _spread(after: Mapping[str, NDArray[np.floating]], closed: ClosedRound) -> float:
+    total = math.fsum(closed.examples[name] for name in closed.models)
+    if total <= 0:
+        return 0.0
+    spread = 0.0
+    for name, record in closed.models.items():
+        view = averaging_view(record)
+        distance = sum(_square(view[k].numpy() - mean) for k, mean in after.items() if k in view)
+        spread += closed.examples[name] / total * distance
+    return spread
+
+
+def _square(x: NDArray[np.floating]) -> float:
+    flat = x.ravel().astype(np.float64, copy=False)
+    return float(flat @ flat)

@@ -1,4 +1,4 @@
-"""The only place that spells the keys of Flower records.
+"""Flower's records and messages: the only place that spells their keys.
 
 A message to a cluster has its :class:`TaskAssignment` inside the ConfigRecord of the inner
 strategy (built-in mods demand exactly one), a key for each field. A reply has one ArrayRecord, one
@@ -9,18 +9,23 @@ ConfigRecord, which is removed before the inner strategy aggregates.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, cast, get_type_hints
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.measurements import ClusterMeasurement
-from collapipe_flwr.federation.rounds import Progress
+from collapipe_flwr.core.texts import make_printable, to_one_line
+from collapipe_flwr.federation.accepted import Progress
+from collapipe_flwr.federation.arrays import inner_view, load_into, narrow_raw
 from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.scheduler.plans import check_cluster_plan
@@ -44,6 +49,15 @@ TALLY = "tally."  # before the name of a task's metric
 _JSON = "json"
 _MOST_INTEGER = 2**1000
 _MOST_CHARACTERS = 2**25  # of telemetry, timelines included
+
+BAD_REPLY = 300  # Error.code of replies that arrived but cannot be used; Flower's own are below 100
+LATE = 301  # Error.code of replies that were not waited for
+LONGEST_SENTENCE = 400  # characters of a client's error message
+_FLOWER_WRAPPING = re.compile(r"\A.*occurred\. Message: ?|^<class '[^']*'>:<'|'>\s*$", re.DOTALL)
+NO_SECURE_AGGREGATION = (
+    "its ClientApp asks for secure aggregation, which Flower has for its legacy ServerApp only: "
+    "leave out secaggplus_mod; Flower's differential privacy works (SECURITY.md)"
+)
 
 SHORT = BatchShape(source_length=1, target_length=1)  # by default
 
@@ -297,3 +311,104 @@ def _read_text(config: ConfigRecord, key: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ProtocolError(f"{key} must be a string, got {type(value).__name__}")
     return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A training message as it was sent."""
+
+    node_id: int
+    cluster_id: str
+    message: Message
+    content_bytes: int
+    arrays: ArrayRecord = field(default_factory=ArrayRecord)  # of a model to split
+    updates: str = "fp32"  # the codec of the reply
+
+
+def sender_of(reply: Message, sent: Sequence[Sent]) -> Sent | None:
+    """Find the message that a reply answers, by its id, else by node.
+
+    Flower answers for a lost node as node 1.
+    """
+    asked = reply.metadata.reply_to_message_id
+    by_id = (s for s in sent if asked and s.message.metadata.message_id == asked)
+    by_node = (s for s in sent if s.node_id == reply.metadata.src_node_id)
+    return next(by_id, None) or next(by_node, None)
+
+
+def error_text(error: Error) -> str:
+    """Return a client's error message without Flower's wrapping, on one line of bounded length."""
+    reason = make_printable(error.reason or f"error {error.code} without a reason")
+    if RECORD_KEY_CONFIGS in reason:
+        return NO_SECURE_AGGREGATION
+    return to_one_line(_FLOWER_WRAPPING.sub("", reason), LONGEST_SENTENCE)
+
+
+def with_printable_error(reply: Message) -> Message:
+    """Copy an error reply so that it may be logged, whatever the client wrote into it."""
+    changed = copy(reply)
+    changed.error = Error(reply.error.code, make_printable(reply.error.reason or ""))
+    return changed
+
+
+def as_failed(reply: Message, error: Exception) -> Message:
+    """Replace a reply by the error, in Flower's words: every strategy counts a failure."""
+    found = Error(BAD_REPLY, f"{type(error)}:<'{error}'>")
+    return Message(error=found, metadata=reply.metadata)  # type: ignore[call-overload, no-any-return]
+
+
+def with_content(reply: Message, content: RecordDict) -> Message:
+    """Copy the reply with other content."""
+    changed = copy(reply)
+    changed.content = content
+    return changed
+
+
+def only_arrays(content: RecordDict, what: str, advice: str = "") -> tuple[str, ArrayRecord]:
+    """Return the name and the arrays of the only ArrayRecord; raises ProtocolError."""
+    found = list(content.array_records.items())
+    if len(found) != 1:
+        raise ProtocolError(f"{what} must hold exactly one ArrayRecord, got {len(found)}{advice}")
+    return found[0]
+
+
+def hide_arrays(content: RecordDict, hidden: Collection[str]) -> RecordDict:
+    """Copy ``content`` with only those arrays that the inner strategy sees."""
+    shown = RecordDict(dict(content))
+    for name, record in content.array_records.items():
+        shown[name] = inner_view(record, hidden).copy()
+    return shown
+
+
+def restore_arrays(
+    content: RecordDict, template: ArrayRecord, hidden: Collection[str], *, exact: bool
+) -> RecordDict:
+    """Copy all records, with a view of the global model replaced by the model itself.
+
+    Every array has its own dtype if ``exact``, else only those that numpy lacks.
+    """
+    shown = set(template).difference(hidden)
+    own = RecordDict()
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord) and set(record) == shown:
+            record = load_into(template, record) if exact else narrow_raw(record, template)
+        own[name] = record.copy()
+    return own
+
+
+def replace_content(message: Message, content: RecordDict) -> Message:
+    """Make the same message with other content.
+
+    Both share their metadata: the id that Flower assigns to the sent message appears in the inner
+    strategy's as well.
+    """
+    return Message(content, metadata=message.metadata)  # type: ignore[call-overload, no-any-return]
+
+
+def with_weight(content: RecordDict, weighted_by: str, weight: float) -> RecordDict:
+    """Copy ``content`` with another weight in averages."""
+    changed = RecordDict(dict(content))
+    for name, metrics in content.metric_records.items():
+        if weighted_by in metrics:
+            changed[name] = MetricRecord({**metrics, weighted_by: weight})
+    return changed

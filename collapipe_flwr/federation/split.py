@@ -26,8 +26,8 @@ from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import Diverged, LinkError, ProtocolError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, is_floating, widened
+from collapipe_flwr.federation.border import explain_divergence
 from collapipe_flwr.federation.checkpoint import ComponentState
-from collapipe_flwr.federation.messages import explain_divergence
 from collapipe_flwr.federation.records import SplitTask, asked_optimizer
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.host.service import HostService

@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # importing the strategy does not load torch
     from collapipe_flwr.config.schema import EdgeConfig
     from collapipe_flwr.federation.checkpoint import Resumable
     from collapipe_flwr.federation.hook_options import Learning
-    from collapipe_flwr.federation.planner import Planning
-    from collapipe_flwr.federation.rounds import RoundPlanner, RoundRecord
+    from collapipe_flwr.federation.planner import Planning, RoundPlanner
+    from collapipe_flwr.federation.round import RoundRecord
     from collapipe_flwr.models.any_splitter import DescribedModel
     from collapipe_flwr.reporting.progress import ClusterProgress
     from collapipe_flwr.scheduler.protocol import Scheduler
@@ -57,7 +57,7 @@ class CollaPipe(Strategy):
     A round in which every client fails is repeated up to ``retries`` times, after ever longer
     pauses. Then it leaves the arrays unchanged, as in Flower; ``on_total_failure="raise"`` ends the
     run with a RunError instead. With ``late="join"``, replies that miss a grid's deadline join a
-    later round (`late_updates`).
+    later round (`late`).
 
     Missing attributes are read from the inner strategy, and new ones are set there. Raises
     ConfigError for a strategy that cannot be wrapped.

@@ -190,8 +190,7 @@ class PollingGrid(WrappedGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Push, with bundled arrays where the receiver accepts them."""
-        from collapipe_flwr.federation.messages import replace_content  # both load torch
-        from collapipe_flwr.federation.records import takes_bundles
+        from collapipe_flwr.federation.records import replace_content, takes_bundles
 
         bundles, sent = Bundles(), []
         for message in messages:

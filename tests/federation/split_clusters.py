@@ -22,7 +22,7 @@ from collapipe_flwr.federation.records import (
     read_assignment,
     write_telemetry,
 )
-from collapipe_flwr.federation.rounds import RoundPlan
+from collapipe_flwr.federation.round import RoundPlan
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from collapipe_flwr.core.errors import ProtocolError, RunError
 from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.data.batches import draw_round_rows
+from collapipe_flwr.federation.accepted import AcceptedReplies, Progress
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.checkpoint import ComponentState
 from collapipe_flwr.federation.client.node_state import StateFiles
@@ -29,7 +30,6 @@ from collapipe_flwr.federation.records import (
     read_assignment,
     write_telemetry,
 )
-from collapipe_flwr.federation.rounds import AcceptedReplies, Progress
 from collapipe_flwr.federation.strategy import CollaPipe
 from tests.thorough import examples
 

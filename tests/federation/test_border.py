@@ -23,17 +23,18 @@ from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.federation import border
 from collapipe_flwr.federation.arrays import encode_tensors
-from collapipe_flwr.federation.deadline import RoundDeadline
+from collapipe_flwr.federation.late import RoundDeadline
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.planner import KnownClusters
 from collapipe_flwr.federation.records import (
     ARRAYS,
     EXAMPLES,
     METRICS,
+    Sent,
     write_profile,
     write_telemetry,
 )
-from collapipe_flwr.federation.rounds import RoundPlan, Sent
+from collapipe_flwr.federation.round import RoundPlan
 from collapipe_flwr.federation.strategy import CollaPipe
 from tests.federation.split_clusters import FixedPlanner, cluster_plan, model, trainer, wrapped
 from tests.federation.test_array_format import MALFORMED, NUMPY

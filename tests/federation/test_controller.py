@@ -8,7 +8,7 @@ import pytest
 from flwr.app import ArrayRecord
 
 from collapipe_flwr.federation.planner import KnownClusters, Planning
-from collapipe_flwr.federation.rounds import ClosedRound
+from collapipe_flwr.federation.round import ClosedRound
 from collapipe_flwr.scheduler.controller import RoundController
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig

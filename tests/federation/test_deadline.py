@@ -13,11 +13,15 @@ from flwr.serverapp.strategy import FedAvg
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.federation.checkpoint import ComponentState
-from collapipe_flwr.federation.deadline import RoundDeadline
+from collapipe_flwr.federation.late import RoundDeadline
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.members import ClusterGrid
-from collapipe_flwr.federation.messages import LATE
-from collapipe_flwr.federation.records import TaskAssignment, write_assignment, write_telemetry
+from collapipe_flwr.federation.records import (
+    LATE,
+    TaskAssignment,
+    write_assignment,
+    write_telemetry,
+)
 from collapipe_flwr.federation.strategy import CollaPipe
 
 TIMEOUT_S = 600.0

@@ -284,10 +284,9 @@ def test_private_strategies_around_collapipe(name, wire):
     assert_same(plain, outcome(around, LocalGrid(nodes(name, Floats), wire=wire), start))
 
 
-@pytest.mark.parametrize("scheduler", ["dssda", "fedavg"])
-def test_a_scheduler_draws_nothing_from_the_strategys_chance(scheduler, wire):
+def test_wrapping_draws_nothing_from_the_strategys_chance(wire):
     own: Mapping[str, float] = {"fraction_train": 0.6}
     start = ArrayRecord(Floats().state_dict())
     plain = outcome(flower.FedAvg(**own), LocalGrid(nodes("FedAvg", Floats), wire=wire), start)
-    strategy = CollaPipe(flower.FedAvg(**own), scheduler=scheduler)
+    strategy = CollaPipe(flower.FedAvg(**own))
     assert_same(plain, outcome(strategy, LocalGrid(nodes("FedAvg", Floats), wire=wire), start))

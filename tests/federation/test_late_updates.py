@@ -14,8 +14,7 @@ from collapipe_flwr.core.errors import ConfigError, LinkError, RunError
 from collapipe_flwr.federation import attempts
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.federation.messages import LATE
-from collapipe_flwr.federation.records import read_assignment
+from collapipe_flwr.federation.records import LATE, read_assignment
 from collapipe_flwr.federation.strategy import CollaPipe
 from tests.federation.split_clusters import FixedPlanner, model, trainer, wrapped
 

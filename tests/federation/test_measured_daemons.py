@@ -17,7 +17,7 @@ from transformers import BertForSequenceClassification
 
 from collapipe_flwr import Cluster, CollaPipe, LocalGrid, SplitModel
 from collapipe_flwr.federation.planner import Planning
-from collapipe_flwr.federation.rounds import RoundRecord
+from collapipe_flwr.federation.round import RoundRecord
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from tests.cluster.daemon_processes import Daemon, running
 from tests.federation.test_library import CONFIG, LENGTH, loader

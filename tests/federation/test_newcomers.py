@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import FedAvg
 from collapipe_flwr import Cluster, CollaPipe, LocalGrid
 from collapipe_flwr.core.domain import ClusterPlan, DeviceProfile, RoundOutcome
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.federation.rounds import RoundRecord
+from collapipe_flwr.federation.round import RoundRecord
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.host.service import HostService
 from collapipe_flwr.transport.client import Dialer

@@ -14,7 +14,7 @@ from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasuremen
 from collapipe_flwr.costs.measured import EDGE, server_s, stage_parts, taken_s
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.federation.planner import KnownClusters, Planning
-from collapipe_flwr.federation.rounds import RoundPlan
+from collapipe_flwr.federation.round import RoundPlan
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from tests.federation.test_planner import MODEL, NODES, closed, rounds, weights
 

@@ -16,9 +16,9 @@ from collapipe_flwr.core.errors import ConfigError, ScheduleError
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
 from collapipe_flwr.federation.arrays import encode_tensors
-from collapipe_flwr.federation.movement import MovementMeter
-from collapipe_flwr.federation.planner import KnownClusters, Planning
-from collapipe_flwr.federation.rounds import ClosedRound
+from collapipe_flwr.federation.checkpoint import rng_state
+from collapipe_flwr.federation.planner import KnownClusters, MovementMeter, Planning
+from collapipe_flwr.federation.round import ClosedRound
 from collapipe_flwr.scheduler.link_estimates import link_key
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.rules import RuleScheduler
@@ -106,6 +106,13 @@ def test_every_described_cluster_gets_its_own_plan_that_covers_all_blocks():
         covered = [b for s in plan.segments for b in range(s.first_block, s.stop_block)]
         assert covered == [0, 1, 2, 3]
         assert all(s.device_id.startswith(f"{name}/") for s in plan.segments)
+
+
+@pytest.mark.parametrize("policy", ["dssda", "random"])
+def test_planning_draws_nothing_from_the_strategys_chance(policy: str) -> None:
+    before = rng_state()
+    rounds(policy).plan(1, [11, 12])
+    assert rng_state() == before
 
 
 def trusting(planner: KnownClusters, blocks: int, device: str) -> KnownClusters:

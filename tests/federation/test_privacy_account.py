@@ -9,6 +9,7 @@ import pytest
 from flwr.app import RecordDict
 
 from collapipe_flwr.core.errors import ConfigError, DataError, PrivacySpent
+from collapipe_flwr.federation.accepted import Progress
 from collapipe_flwr.federation.client.node_state import NodeState
 from collapipe_flwr.federation.privacy_account import (
     Charge,
@@ -16,7 +17,6 @@ from collapipe_flwr.federation.privacy_account import (
     count_epsilon,
     read_charges,
 )
-from collapipe_flwr.federation.rounds import Progress
 from collapipe_flwr.pipeline.config import NoiseConfig
 
 dp_accounting = pytest.importorskip("dp_accounting")

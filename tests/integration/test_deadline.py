@@ -15,7 +15,7 @@ from client_app.app import app as client_app
 from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation.checkpoint import Checkpoint, Checkpoints
-from collapipe_flwr.federation.deadline import RoundDeadline
+from collapipe_flwr.federation.late import RoundDeadline
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.host.service import HostService

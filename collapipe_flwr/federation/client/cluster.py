@@ -42,8 +42,8 @@ from collapipe_flwr.federation.bundles import accept_bundles, array_records
 from collapipe_flwr.federation.client.node_state import UPDATE_ERRORS, NodeState
 from collapipe_flwr.federation.client.pipeline_round import ClusterRound, build_telemetry
 from collapipe_flwr.federation.client.site import Site
-from collapipe_flwr.federation.messages import NO_SECURE_AGGREGATION, only_arrays
 from collapipe_flwr.federation.privacy_account import Charge, PrivacySpending, charge
+from collapipe_flwr.federation.records import NO_SECURE_AGGREGATION, only_arrays
 from collapipe_flwr.federation.updates import EXACT, encode_update, is_coded
 from collapipe_flwr.host.allocator import configured_malloc, trim_heap
 from collapipe_flwr.models.tasks import LABEL_NAMES

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from collapipe_flwr.core.durable import clean, draft, make_folder, publish
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, ModelError
+from collapipe_flwr.federation.accepted import Progress
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.client import STATE_KEY
-from collapipe_flwr.federation.rounds import Progress
 from collapipe_flwr.pipeline.offload import LazyMapping, read_tensors, write_tensors
 from collapipe_flwr.pipeline.state import OptimizerState, PartState
 

@@ -18,7 +18,7 @@ from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.federation.arrays import decode_tensors
 from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.federation.privacy_account import check_budget
-from collapipe_flwr.federation.rounds import RoundRecord
+from collapipe_flwr.federation.round import RoundRecord
 from collapipe_flwr.federation.run.sinks import Sinks, round_event
 from collapipe_flwr.pipeline.config import NoiseConfig
 from collapipe_flwr.pipeline.meter import write_trace

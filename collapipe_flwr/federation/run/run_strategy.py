@@ -19,7 +19,7 @@ from collapipe_flwr.core.domain import ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import InfeasibleError, prefix_errors
 from collapipe_flwr.data.metrics import add_counts
 from collapipe_flwr.data.tasks import Task
-from collapipe_flwr.federation.deadline import RoundDeadline
+from collapipe_flwr.federation.late import RoundDeadline
 from collapipe_flwr.federation.planner import KnownClusters, Planning
 from collapipe_flwr.federation.records import read_tally
 from collapipe_flwr.federation.run.learner import scores

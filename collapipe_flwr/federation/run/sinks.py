@@ -13,7 +13,7 @@ from collapipe_flwr.config.schema import METRICS_ADDRESS
 from collapipe_flwr.core.durable import make_folder
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.json_codec import to_plain
-from collapipe_flwr.federation.rounds import RoundRecord
+from collapipe_flwr.federation.round import RoundRecord
 from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, cluster_json
 from collapipe_flwr.reporting.run_directory import run_id_of
 from collapipe_flwr.reporting.scalars import Scalar, scalars

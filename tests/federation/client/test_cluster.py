@@ -14,12 +14,12 @@ from collapipe_flwr import Cluster
 from collapipe_flwr.cluster.evaluation import EvalResult
 from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.federation.accepted import Progress
 from collapipe_flwr.federation.client.cluster import LoaderTest
 from collapipe_flwr.federation.client.node import Node
 from collapipe_flwr.federation.client.node_state import OPTIMIZER, NodeState
 from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.records import TaskAssignment, write_assignment
-from collapipe_flwr.federation.rounds import Progress
 
 
 def test_an_app_with_a_cluster_travels_to_the_workers_of_a_simulation() -> None:

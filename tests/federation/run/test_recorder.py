@@ -13,7 +13,7 @@ from collapipe_flwr.core.domain import ClusterOutcome, RoundOutcome
 from collapipe_flwr.core.errors import PrivacySpent
 from collapipe_flwr.core.incident import Incident
 from collapipe_flwr.core.measurements import ClusterMeasurement
-from collapipe_flwr.federation.rounds import RoundRecord
+from collapipe_flwr.federation.round import RoundRecord
 from collapipe_flwr.federation.run.recorder import RunRecorder, round_event
 from collapipe_flwr.pipeline.config import NoiseConfig
 from collapipe_flwr.reporting.console import ProgressPrinter

@@ -1,4 +1,4 @@
-"""One round between configuration and aggregation.
+"""One round: the plan that opens it, its messages and replies, and the record that closes it.
 
 Each message gets its cluster's plan; each reply is checked before the inner strategy sees it.
 """
@@ -7,29 +7,169 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
+from collapipe_flwr.core.domain import ClusterPlan, Movement, Plan, RoundOutcome
 from collapipe_flwr.core.errors import Diverged, LinkError, ProtocolError, RunError
-from collapipe_flwr.core.incident import LATE, Incident
-from collapipe_flwr.federation import border, messages, records
+from collapipe_flwr.core.incident import LATE, LOST, Incident
+from collapipe_flwr.core.links import LinkReport
+from collapipe_flwr.core.measurements import ClusterMeasurement, TransferStats
+from collapipe_flwr.federation import border, records
+from collapipe_flwr.federation.accepted import AcceptedReplies, new_attempt
 from collapipe_flwr.federation.arrays import add_change, find_not_finite, inner_view
-from collapipe_flwr.federation.rounds import (
-    AcceptedReplies,
-    ClosedRound,
-    RoundPlan,
-    Sent,
-    new_attempt,
-)
+from collapipe_flwr.federation.records import Sent
 from collapipe_flwr.federation.split import PersonalArrays, SplitTraining
 from collapipe_flwr.federation.updates import EXACT
 from collapipe_flwr.pipeline.config import PassesDone
 from collapipe_flwr.reporting.progress import ClusterProgress
 
 log = logging.getLogger("flwr.collapipe")
+_UNKNOWN = "it does not describe its cluster: look into its log"
 _ONE_MODEL = ": leave out the split model, or choose a strategy that sends the model and no more"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundPlan:
+    """The clusters behind the nodes of a round, and the scheduler's plan for them.
+
+    Clusters that the plan leaves out are not asked; without a plan all are, and train whole models.
+    ``left_out`` says why clusters, or nodes that described none, could not be planned.
+    """
+
+    server_round: int
+    plan: Plan | None
+    cluster_ids: Mapping[int, str]
+    bundles: frozenset[str] = frozenset()  # clusters, see ClusterProfile
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_nobody(cls, server_round: int, unknown: Sequence[int] = ()) -> RoundPlan:
+        """Make the plan of a round in which no cluster is asked."""
+        return cls(
+            server_round=server_round,
+            plan=None,
+            cluster_ids={},
+            left_out={f"node-{node}": _UNKNOWN for node in unknown},
+        )
+
+    def cluster_plan(self, node_id: int) -> ClusterPlan | None:
+        """Return the plan of a node's cluster, if it has one."""
+        cluster_id = self.cluster_ids.get(node_id)
+        return None if self.plan is None or cluster_id is None else self.plan.cluster(cluster_id)
+
+    def takes_part(self, node_id: int) -> bool:
+        planned = self.plan is None or self.cluster_plan(node_id) is not None
+        return planned and node_id in self.cluster_ids
+
+
+@dataclass(slots=True, kw_only=True)
+class ClosedRound:
+    """A round whose replies are in; mappings are by cluster id.
+
+    ``replies`` are those for the inner strategy, in order of arrival: usable ones and errors.
+    """
+
+    plan: RoundPlan
+    before: ArrayRecord
+    after: ArrayRecord | None = None  # None where the inner strategy dropped the round
+    sent: list[Sent] = field(default_factory=list)
+    replies: list[Message] = field(default_factory=list)
+    models: dict[str, ArrayRecord] = field(default_factory=dict)  # unsplit, of those that replied
+    examples: dict[str, float] = field(default_factory=dict)
+    telemetry: dict[str, ClusterMeasurement] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    late: list[Sent] = field(default_factory=list)  # that may join a later round
+    joined: dict[str, ClusterPlan] = field(default_factory=dict)  # earlier plans that end now
+    incidents: list[Incident] = field(default_factory=list)  # besides failures
+    received_bytes: int = 0
+    movement: Movement = field(default_factory=Movement)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRecord:
+    """The record of one round, passed to ``on_round``."""
+
+    server_round: int
+    plan: Plan | None
+    asked: tuple[str, ...]  # cluster ids
+    train_metrics: Mapping[str, float | Sequence[float]]
+    telemetry: Mapping[str, ClusterMeasurement]
+    outcome: RoundOutcome
+    flower_bytes_sent: int
+    flower_bytes_received: int
+    incidents: tuple[Incident, ...] = ()
+    joined: Mapping[str, ClusterPlan] = field(default_factory=dict)  # late
+
+    def __str__(self) -> str:
+        """Write a line for the round, then one per cluster: devices, blocks, micro-batches."""
+        numbers = (f"{k} {v:.4g}" for k, v in self.train_metrics.items() if isinstance(v, float))
+        lines = [f"round {self.server_round}: {', '.join(numbers) or 'nothing was aggregated'}"]
+        for plan in filter(None, map(self.executed, sorted(self.asked))):
+            held = ", ".join(
+                f"{' and '.join(s.device_ids)} blocks {s.first_block}-{s.stop_block - 1}"
+                for s in plan.segments
+            )
+            cut = f"{plan.micro_batches} x {plan.micro_batch_size} examples"
+            lines.append(f"  {plan.cluster_id}: {held}; {cut}, predicted {plan.latency_s:.3g} s")
+        return "\n".join([*lines, *(f"  {incident}" for incident in self.incidents)])
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Why clusters have no part in the round, by cluster."""
+        return {each.cluster: each.text for each in self.incidents if each.kind == LOST}
+
+    @property
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes on the links of all clusters, by kind ("d2d", "d2e")."""
+        totals: Counter[str] = Counter()
+        for measured in self.telemetry.values():
+            totals.update(measured.link_bytes)
+        return totals
+
+    def links(self, *, paced: bool) -> tuple[LinkReport, ...]:
+        """Return every hop of every cluster that replied; see `ClusterMeasurement.links`."""
+        return tuple(
+            link
+            for name, measured in self.telemetry.items()
+            if (plan := self.executed(name)) is not None
+            for link in measured.links(plan, paced=paced)
+        )
+
+    def executed(self, cluster_id: str) -> ClusterPlan | None:
+        """Return the plan with which a cluster finished; an earlier round's if it joined late."""
+        measured = self.telemetry.get(cluster_id)
+        return (measured.replanned if measured else None) or self.planned(cluster_id)
+
+    def planned(self, cluster_id: str) -> ClusterPlan | None:
+        """Return the plan with which a cluster began."""
+        now = None if self.plan is None else self.plan.cluster(cluster_id)
+        return self.joined.get(cluster_id, now)
+
+    @property
+    def moved(self) -> TransferStats:
+        """Weights transferred between control units and devices, or spared."""
+        return sum((measured.moved for measured in self.telemetry.values()), TransferStats())
+
+    @property
+    def fresh_examples(self) -> int:
+        """Examples that arrived since the last round, over all clusters."""
+        return sum(measured.fresh_examples for measured in self.telemetry.values())
+
+    @property
+    def prequential_loss(self) -> float | None:
+        """Mean loss on fresh examples before training on them, if there are any."""
+        measured = [t for t in self.telemetry.values() if t.prequential_loss is not None]
+        count = sum(t.fresh_examples for t in measured)
+        losses = (t.fresh_examples * (t.prequential_loss or 0.0) for t in measured)
+        return sum(losses) / count if count else None
+
+
+def metrics_as_dict(metrics: MetricRecord | None) -> dict[str, float | Sequence[float]]:
+    return dict(metrics.items()) if metrics is not None else {}
 
 
 class OpenRound:
@@ -94,7 +234,7 @@ class OpenRound:
         closed = ClosedRound(plan=self.plan, before=self.template, sent=self.sent)
         closed.failures |= self.plan.left_out
         for reply, sent in self._match_replies(replies):
-            late = reply.has_error() and reply.error.code == messages.LATE
+            late = reply.has_error() and reply.error.code == records.LATE
             if sent is not None and late and self._waits_for_late:
                 closed.late.append(sent)
                 continue
@@ -116,7 +256,7 @@ class OpenRound:
 
         A cluster that is late by plan has not failed: the next round waits longer for it.
         """
-        late = any(r.has_error() and r.error.code == messages.LATE for r in closed.replies)
+        late = any(r.has_error() and r.error.code == records.LATE for r in closed.replies)
         asked = [sent.cluster_id for sent in self.sent] or list(self.plan.left_out)
         if not asked or closed.models or closed.late or late:
             return ""
@@ -127,7 +267,7 @@ class OpenRound:
         )
 
     def receive_late(self, reply: Message, sent: Sent, closed: ClosedRound) -> bool:
-        """Add a reply to this round to a later one, see `late_updates`.
+        """Add a reply to this round to a later one, see `late`.
 
         Returns whether it can be used; if not, ``closed.failures`` has the reason.
         """
@@ -147,9 +287,9 @@ class OpenRound:
         weight = 1.0 / math.sqrt(1.0 + late_by)
         moved = add_change(alone.models[name], self.template, closed.before)
         examples = weight * records.examples_of(shown.content, self._weighted_by)
-        content = messages.with_weight(shown.content, self._weighted_by, examples)
+        content = records.with_weight(shown.content, self._weighted_by, examples)
         content[next(iter(content.array_records))] = inner_view(moved, self._hidden).copy()
-        closed.replies.append(messages.with_content(shown, content))
+        closed.replies.append(records.with_content(shown, content))
         closed.models[name], closed.examples[name] = moved, weight * alone.examples[name]
         closed.telemetry |= alone.telemetry
         if not late_by:  # its round had nothing else, or was the last
@@ -179,10 +319,10 @@ class OpenRound:
         cluster_id = self.plan.cluster_ids[node_id]
         plan = self.plan.cluster_plan(node_id)
         exact = self._split is not None
-        content = messages.restore_arrays(message.content, self.template, self._hidden, exact=exact)
+        content = records.restore_arrays(message.content, self.template, self._hidden, exact=exact)
         task, updates, sent_arrays = None, EXACT, ArrayRecord()
         if self._split is not None:
-            name, arrays = messages.only_arrays(content, "the inner strategy's message", _ONE_MODEL)
+            name, arrays = records.only_arrays(content, "the inner strategy's message", _ONE_MODEL)
             if any(sent.cluster_id == cluster_id for sent in self.sent):
                 raise RunError(f"cluster {cluster_id} is asked twice in a round: give it one node")
             sent_arrays = self._personal.insert(cluster_id, arrays)
@@ -202,7 +342,7 @@ class OpenRound:
         return Sent(
             node_id=node_id,
             cluster_id=cluster_id,
-            message=messages.replace_content(message, content),
+            message=records.replace_content(message, content),
             content_bytes=records.content_bytes(content),
             arrays=sent_arrays,
             updates=updates,
@@ -216,7 +356,7 @@ class OpenRound:
         """
         pairs: list[tuple[Message, Sent | None]] = []
         for reply in replies:
-            sent = messages.sender_of(reply, self.sent)
+            sent = records.sender_of(reply, self.sent)
             if sent is None:
                 log.warning("a reply of node %s was not asked for", reply.metadata.src_node_id)
             elif any(sent is before for _, before in pairs):
@@ -235,7 +375,7 @@ class OpenRound:
         if not self._averages or (shape := border.common_shape(usable)) is None:
             return
         for number, reply in enumerate(closed.replies):
-            sent = messages.sender_of(reply, self.sent)
+            sent = records.sender_of(reply, self.sent)
             if sent is not None and reply.has_content():
                 closed.replies[number] = self._check_agrees(reply, sent, shape, closed)
 
@@ -261,39 +401,39 @@ class OpenRound:
     def _receive(self, reply: Message, sent: Sent, closed: ClosedRound) -> Message:
         name, plan = sent.cluster_id, self.plan.cluster_plan(sent.node_id)
         if reply.has_error():
-            closed.failures[name] = why = messages.error_text(reply.error)
+            closed.failures[name] = why = records.error_text(reply.error)
             log.warning("cluster %s failed: %s", name, why)
-            return messages.with_printable_error(reply)
+            return records.with_printable_error(reply)
         closed.received_bytes += records.content_bytes(reply.content)
         try:
             content, telemetry = border.trained(reply.content, sent, plan, self._weighted_by)
             content = self._check_model(content, name)
-            most = int(messages.MOST_EXAMPLES)
+            most = int(border.MOST_EXAMPLES)
             telemetry = telemetry and replace(telemetry, examples=min(telemetry.examples, most))
-            check = messages.check_possible if self._split is None else messages.check_weight
+            check = border.check_possible if self._split is None else border.check_weight
             examples = check(content, self._weighted_by, name)
-            shown = messages.hide_arrays(content, self._hidden)
+            shown = records.hide_arrays(content, self._hidden)
         except (Diverged, LinkError) as error:
             return self._refuse(reply, sent, error, closed)
         closed.models[name] = next(iter(content.array_records.values()), ArrayRecord())
         closed.examples[name] = examples
         if telemetry is not None:
             closed.telemetry[name] = telemetry
-        return messages.with_content(reply, shown)
+        return records.with_content(reply, shown)
 
     def _refuse(self, reply: Message, sent: Sent, error: Exception, closed: ClosedRound) -> Message:
         """Put the error in the place of a reply that cannot be used."""
         closed.failures[sent.cluster_id] = str(error)
         log.warning("the reply of cluster %s is unusable: %s", sent.cluster_id, error)
-        return messages.as_failed(reply, error)
+        return records.as_failed(reply, error)
 
     def _check_model(self, content: RecordDict, cluster_id: str) -> RecordDict:
         """Check that the model is like the one sent, and finite; raises Diverged, LinkError."""
         if self._split is None:
             for arrays in content.array_records.values():
                 if (key := find_not_finite(arrays, self.template)) is not None:
-                    raise Diverged(f"cluster {cluster_id}: {messages.explain_divergence(key)}")
+                    raise Diverged(f"cluster {cluster_id}: {border.explain_divergence(key)}")
             return content
-        name, arrays = messages.only_arrays(content, f"the reply of cluster {cluster_id}")
+        name, arrays = records.only_arrays(content, f"the reply of cluster {cluster_id}")
         content[name] = self._split.check_reply(cluster_id, arrays, self.template)
         return content
