@@ -63,7 +63,7 @@ def _run(replay_share: float) -> Json:
             (folder / "stream" / str(cluster)).mkdir(parents=True)
         with subprocess.Popen(_command(folder, replay_share), stdin=subprocess.PIPE) as process:
             for number in range(ROUNDS):
-                # A file ahead of the round that reads it: none comes too late, and a round reads no more.
+                # A file ahead: none comes too late, and a round reads no more than one.
                 _await_round(folder, number - 1, process)
                 for cluster in range(CLUSTERS):
                     low, high = PHASES[number * len(PHASES) // ROUNDS]
