@@ -156,8 +156,8 @@ def command_tree() -> dict[str, click.Command]:
 def _key_row(key: Key) -> str:
     shown = str(key.default).lower() if isinstance(key.default, bool) else str(key.default)
     about = [f"`{shown}`" if shown else "empty", key.allowed]
-    if key.allowed in _TYPES.values():
-        about.pop()  # the default shows the type
+    if key.allowed in (*_TYPES.values(), "at least 0"):
+        about.pop()  # the default shows it
     return f"* `{key.name}` ({'; '.join(about)}): {key.meaning}"
 
 
@@ -179,7 +179,7 @@ def _command(name: str, command: click.Command, seen: dict[str, str]) -> str:
     options = [line for line in options if seen[line] == name or len(line.split()) <= _SHORT]
     options += [f"* {', '.join(names)}: as of `{first}`." for first, names in shared.items()]
     arguments = [f"* `{argument.upper()}`: {said}" for argument, said in _arguments(command)]
-    parts = [f"## {name}", inspect.cleandoc(command.help or ""), "\n".join([*arguments, *options])]
+    parts = [f"## {name}", _first_paragraph(command.help), "\n".join([*arguments, *options])]
     return "\n\n".join(filter(None, parts))
 
 
@@ -221,8 +221,11 @@ def _arguments_of(found: Any) -> str:
 
 def _summary(found: Any) -> str:
     """The first paragraph of a docstring, without roles of Sphinx."""
-    text = " ".join(inspect.cleandoc(found.__doc__ or "").partition("\n\n")[0].split())
-    return re.sub(r":\w+:(?=`)", "", text).replace("``", "`")
+    return re.sub(r":\w+:(?=`)", "", _first_paragraph(found.__doc__)).replace("``", "`")
+
+
+def _first_paragraph(text: str | None) -> str:
+    return " ".join(inspect.cleandoc(text or "").partition("\n\n")[0].split())
 
 
 def page(text: str) -> str:
