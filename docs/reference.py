@@ -44,7 +44,7 @@ TITLES = {
     "reporting": "Reporting",
 }
 BENCH = "collapipe bench"  # in a checkout only
-_SHORT = 6  # words of an option that is told again rather than referred to
+_SHORT = 3  # words of an option that is told again rather than referred to
 _TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 _GENERATED = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 _NAME = re.compile(r"^(?:## (?P<heading>.+)|::: (?P<name>\S+))$", re.MULTILINE)
