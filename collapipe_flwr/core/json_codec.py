@@ -23,7 +23,12 @@ from collapipe_flwr.core.keys import Rule
 from collapipe_flwr.core.texts import SHORT, to_one_line
 
 T = TypeVar("T")
-_SCALARS: Mapping[type, str] = {str: "a string", int: "a whole number", bool: "true or false"}
+_SCALARS: Mapping[type, str] = {
+    str: "a string",
+    int: "a whole number",
+    bool: "true or false",
+    float: "a number",
+}
 _MOST = 2**64  # beyond every whole number: node ids of Flower have 64 bits
 
 
@@ -35,6 +40,18 @@ def _hints(kind: Any) -> dict[str, Any]:
 @cache
 def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
     return typing.get_origin(kind), typing.get_args(kind)
+
+
+@cache
+def _values(kind: type[Enum]) -> list[Any]:
+    return [member.value for member in kind]
+
+
+@cache
+def _required(kind: Any) -> list[str]:
+    """List the fields without a default by name."""
+    without = (f for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
+    return sorted(f.name for f in without)
 
 
 def to_json(value: object) -> str:
@@ -53,7 +70,10 @@ def from_json(kind: type[T], text: str, what: str, *, most: int | None = None) -
         data = json.loads(text, object_pairs_hook=_refuse_doubled)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{what} is not JSON: {to_one_line(str(error))}") from error
-    return cast(T, _decode(kind, data, what))
+    try:
+        return cast(T, _decode(kind, data, ""))
+    except ProtocolError:
+        return cast(T, _decode(kind, data, what))  # again, to name the place
 
 
 def _refuse_doubled(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -77,6 +97,9 @@ def to_plain(value: object) -> Any:
 
 
 def _decode(kind: Any, data: Any, path: str) -> Any:
+    """Build a ``kind`` from what JSON holds; an empty ``path`` stays empty, to save time."""
+    if kind in _SCALARS:
+        return _decode_scalar(kind, data, path)
     origin, args = _parts(kind)
     if origin is Annotated:
         return _check_rules(args[1:], _decode(args[0], data, path), path)
@@ -96,10 +119,14 @@ def _decode(kind: Any, data: Any, path: str) -> Any:
     if is_dataclass(kind):
         return _decode_dataclass(kind, _object(data, path), path)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        values = [member.value for member in kind]
+        values = _values(kind)
         if not any(type(value) is type(data) and value == data for value in values):
             raise _wrong(path, f"one of {values}", data)
         return kind(data)
+    return _decode_scalar(kind, data, path)
+
+
+def _decode_scalar(kind: Any, data: Any, path: str) -> Any:
     if kind is float and type(data) is int and abs(data) < 2**63:
         return float(data)
     if type(data) is not kind:
@@ -139,7 +166,7 @@ def _decode_tuple(args: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...
     if len(data) != len(args):
         raise _wrong(path, f"a list of {len(args)}", data)
     pairs = zip(args, data, strict=True)
-    return tuple(_decode(a, v, f"{path}[{i}]") for i, (a, v) in enumerate(pairs))
+    return tuple(_decode(a, v, path and f"{path}[{i}]") for i, (a, v) in enumerate(pairs))
 
 
 def _object(data: Any, path: str) -> dict[str, Any]:
@@ -153,10 +180,10 @@ def _decode_dataclass(kind: Any, data: dict[str, Any], path: str) -> Any:
     unknown = sorted(set(data) - set(hints))
     if unknown:
         raise ProtocolError(f"{path} has the unknown key {_show(unknown[0])}")
-    for f in sorted(fields(kind), key=lambda field: field.name):
-        if f.name not in data and f.default is MISSING and f.default_factory is MISSING:
-            raise ProtocolError(f"{path} lacks the key {f.name!r}")
-    values = {k: _decode(hints[k], v, f"{path}.{k}") for k, v in data.items()}
+    for name in _required(kind):
+        if name not in data:
+            raise ProtocolError(f"{path} lacks the key {name!r}")
+    values = {k: _decode(hints[k], v, path and f"{path}.{k}") for k, v in data.items()}
     try:
         return kind(**values)
     except CollaPipeError as error:  # a dataclass that checks its own values
@@ -176,4 +203,4 @@ def _show(data: Any) -> str:
 
 def _place_of(path: str, key: str) -> str:
     """Return the place of a mapping's value; a peer chose the key, so it is made printable."""
-    return f"{path}.{to_one_line(key, SHORT)}"
+    return path and f"{path}.{to_one_line(key, SHORT)}"

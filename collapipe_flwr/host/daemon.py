@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -233,18 +233,24 @@ def _servicer(
 
 
 def build_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> nn.Module:
-    """As `build_transformers_part`, but what it imports is no longer searched for garbage.
-
-    A search of all objects of the libraries would hold a slow board up in the middle of a step.
-    """
+    """As `build_transformers_part`, but what it imports is no longer searched for garbage."""
     from collapipe_flwr.host.service import build_transformers_part
 
-    if not gc.get_freeze_count():
-        import collapipe_flwr.models.splitter  # noqa: F401
-
-        gc.collect()
-        gc.freeze()
+    _freeze_libraries()
     return build_transformers_part(request, weights)
+
+
+@cache
+def _freeze_libraries() -> None:
+    """Keep the garbage collector from all objects of the libraries, once per process.
+
+    A search of them would hold a slow board up in the middle of a step. To ask the collector
+    whether they are frozen would count them all.
+    """
+    import collapipe_flwr.models.splitter  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 def set_power(interface: str, tx_power_w: float) -> None:

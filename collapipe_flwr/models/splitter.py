@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
@@ -71,7 +73,7 @@ class Splitter(AnySplitter):
             loss=load_loss(spec.loss),
         )
         self._family = family_for(spec)
-        skeleton = build_skeleton(spec)
+        self._skeleton = skeleton = build_skeleton(spec)
         refuse_inexact(skeleton.config, self._family, spec.task)
         total_blocks = len(find_blocks(skeleton, self._family))
         self.num_blocks = count_device_blocks(total_blocks, spec, self._family)
@@ -263,11 +265,18 @@ class Splitter(AnySplitter):
 
     def _build_stack(self, first_block: int, stop_block: int) -> Stack:
         return Stack(
-            model=build_skeleton(self.spec),
+            model=self._copy_skeleton(),
             family=self._family,
             first_block=first_block,
             stop_block=stop_block,
         )
+
+    def _copy_skeleton(self) -> PreTrainedModel:
+        """Return a skeleton of its own, by a copy where the library's classes allow that."""
+        if self.spec.model_class:
+            return build_skeleton(self.spec)
+        with unset_fake_temporarily():
+            return deepcopy(self._skeleton)
 
     def _complete(self, weights: Weights) -> Weights:
         if not self._layout.resident:

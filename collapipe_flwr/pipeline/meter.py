@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -86,15 +86,14 @@ class MemoryMeter:
     def __init__(self) -> None:
         self.peak_bytes = 0
         self._fixed_bytes = 0
-        self._known_fixed: dict[tuple[int, ...], int] = {}
+        self._known_fixed: dict[Hashable, int] = {}
         self._saved_bytes: dict[Hashable, int] = {}  # by kind of forward pass
         self._in_flight: dict[int, int] = {}  # by micro-batch
 
-    def set_fixed(self, *groups: Sequence[Tensor]) -> None:
-        """Set the tensors besides micro-batches; measured when their number changes."""
-        kind = tuple(map(len, groups))
+    def set_fixed(self, kind: Hashable, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        """Set the tensors besides micro-batches; those of a ``kind`` are measured once."""
         if kind not in self._known_fixed:
-            self._known_fixed[kind] = bytes_of(chain.from_iterable(groups))
+            self._known_fixed[kind] = bytes_of(tensors())
         self._fixed_bytes = self._known_fixed[kind]
         self._note()
 

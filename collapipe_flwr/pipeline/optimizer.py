@@ -87,6 +87,11 @@ class Optimizer:
         for parameter in self.parameters:
             parameter.grad = None
 
+    @property
+    def num_states(self) -> int:
+        """The number of entries of `state_tensors`, which grows only."""
+        return len(self._start) + (0 if self._torch is None else len(self._torch.state))
+
     def state_tensors(self) -> dict[str, tuple[Tensor, ...]]:
         """Return the state by key: for adamw (step, mean, square), for sgd (buffer).
 

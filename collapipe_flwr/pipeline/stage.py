@@ -397,7 +397,9 @@ class Stage(ABC):
         return [*self._weights, *chain.from_iterable(state)]
 
     def _note_fixed(self) -> None:
-        self.memory.set_fixed(self.tensors, self._gradients())
+        gradients = self._gradients()
+        kind = len(gradients), self.optimizer.num_states
+        self.memory.set_fixed(kind, lambda: chain(self.tensors, gradients))
 
     # -- links to neighbours ----------------------------------------------------------------
 
