@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from collapipe_flwr.core.processes import lifeline
 from collapipe_flwr.reporting.figures import Curve, draw_curves, label_whole_rounds, new_figure
 from collapipe_flwr.reporting.report.placement import draw_blocks
-from collapipe_flwr.reporting.report.run_data import RunData, read_run
+from collapipe_flwr.reporting.run_data import RunData, read_run
 from collapipe_flwr.reporting.run_directory import EVENTS
 
 if TYPE_CHECKING:  # matplotlib is an optional extra

@@ -44,9 +44,9 @@ from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.saving import save_adapter, save_whole
 from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.reporting.console import ProgressPrinter
-from collapipe_flwr.reporting.events import RunStory
 from collapipe_flwr.reporting.log_lines import print_line
 from collapipe_flwr.reporting.progress import ProgressFile
+from collapipe_flwr.reporting.run_data import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory
 from collapipe_flwr.reporting.sinks import check_sinks
 

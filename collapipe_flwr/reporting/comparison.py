@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting import figures
 from collapipe_flwr.reporting.report.learning import identical_text, points_of
-from collapipe_flwr.reporting.report.run_data import RunData, read_run
+from collapipe_flwr.reporting.run_data import RunData, read_run
 from collapipe_flwr.reporting.run_directory import find_run
 
 if TYPE_CHECKING:

@@ -181,12 +181,8 @@ def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
 
 def _roles(summary: Mapping[str, Any]) -> dict[str, str]:
     """Return the control units of the last plan by id, see `control_unit_role`."""
-    clusters = _last_plan(summary).get("clusters", ())
+    clusters = (summary.get("plan") or {}).get("clusters", ())
     return {id_: role for each in clusters for id_, role in control_unit_role(each).items()}
-
-
-def _last_plan(summary: Mapping[str, Any]) -> Mapping[str, Any]:
-    return next((plan for plan in reversed(summary.get("plans", ())) if plan), {})
 
 
 def _peak_text(size: int, allowed: int | None) -> str:
@@ -200,7 +196,7 @@ def _energy_rows(summary: Mapping[str, Any], roles: Mapping[str, str]) -> list[R
     Budgets are long-term: what is above them after a few rounds, a longer run pays back.
     """
     budgets, used = summary["energy"]["budget_j"], summary["energy"]["mean_j"]
-    early = is_early(summary["rounds"], _last_plan(summary).get("policy"))
+    early = is_early(summary["rounds"], (summary.get("plan") or {}).get("policy"))
     shares = {name: used.get(name, 0.0) / b if b else 0.0 for name, b in budgets.items()}
     rows = list[Row]()
     for device in sorted(shares, key=lambda name: -shares[name]):

@@ -39,7 +39,6 @@ from collapipe_flwr.reporting.run_lock import (
     CONFIG,
     LAUNCHER,
     LOG,
-    RUNNING,
     is_written,
     lock_file,
     mark_interrupted,
@@ -50,12 +49,11 @@ EVENTS = "events.jsonl"
 BY_OWNER = "run this command as their owner, say with `sudo -u collapipe`"
 _SUMMARY = "summary.json"
 _PENDING, _RUN_ID, _CHECKPOINTS = "pending-round.json", "run-id", "checkpoints"
-_PLANS = b',\n  "plans": ['  # as `write_summary` lays it out
 # Of values of the summary that are not plain text or numbers.
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("metric", "energy", "bytes", "untrained", "lost", "versions"), dict),
-    **dict.fromkeys(("peak_memory_bytes", "memory_limit_bytes", "model_share"), dict),
-    **dict.fromkeys(("links", "notes", "plans"), list),
+    **dict.fromkeys(("peak_memory_bytes", "memory_limit_bytes", "model_share", "plan"), dict),
+    **dict.fromkeys(("links", "notes"), list),
     "wall_s": (int, float),
 }
 _BLOCK_BYTES = 1 << 20
@@ -144,33 +142,9 @@ class RunDirectory:
         self._replace(_PENDING, _line(event))
 
     def write_summary(self, summary: Json) -> None:
-        """Replace ``summary.json``.
-
-        When the run has ended, ``plans`` are those of all rounds, from their events. While it goes
-        on, or where it is stopped after many events (`MANY_BYTES`), they are as given: to collect
-        them takes too long.
-        """
-        with self._writing():
-            write_file(self.path / _SUMMARY, lambda path: self._save_summary(summary, path))
-        self.tell("summary", {**summary, "plans": []})
-
-    def _save_summary(self, summary: Json, path: Path) -> None:
-        hasty = summary["status"] == "stopped" and events_bytes(self.path) > MANY_BYTES
-        if "plans" in summary and summary["status"] != RUNNING and not hasty:
-            with suppress(RunError):  # an event is damaged: write how the run ended all the same
-                self._save_with_plans(summary, path)
-                return
-        path.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-    def _save_with_plans(self, summary: Json, path: Path) -> None:
-        rest = {key: value for key, value in summary.items() if key != "plans"}
-        with path.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(rest, indent=2, allow_nan=False).removesuffix("\n}"))
-            file.write(_PLANS.decode())
-            for number, event in enumerate(iter_events(self.path)):
-                plan = json.dumps(event.get("plan"), allow_nan=False)
-                file.write(f"{',' if number else ''}\n    {plan}")
-            file.write("\n  ]\n}\n")
+        """Replace ``summary.json``."""
+        self._replace(_SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+        self.tell("summary", summary)
 
     def write_config(self, config: Json, lock: ExitStack | None = None) -> None:
         """Write ``run-config.json``: flat, as Flower takes it.
@@ -216,22 +190,16 @@ def _line(event: Json) -> str:
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
     """Read the summary of a run; None before there is one. See `run_lock.mark_interrupted`."""
-    written, path = is_written(run_dir), run_dir / _SUMMARY
+    written = is_written(run_dir)
+    summary = read_written_summary(run_dir)
+    return None if summary is None else mark_interrupted(summary, run_dir, written)
+
+
+def read_written_summary(run_dir: Path) -> dict[str, Any] | None:
+    """Read the summary as its last process wrote it; None before there is one."""
+    path = run_dir / _SUMMARY
     summary = _read(path)
-    if summary is None:
-        return None
-    return mark_interrupted(_check_shape(path, summary), run_dir, written)
-
-
-def read_summary_head(run_dir: Path) -> dict[str, Any] | None:
-    """Read the summary without the plans, which are its last key and most of its size."""
-    path, text = run_dir / _SUMMARY, b""
-    if not path.exists():
-        return None
-    with path.open("rb") as file:
-        while (place := text.find(_PLANS)) < 0 and (block := file.read(_BLOCK_BYTES)):
-            text += block
-    return _check_shape(path, _parse(path, text if place < 0 else text[:place] + b"}"))
+    return None if summary is None else _check_shape(path, summary)
 
 
 def _check_shape(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
@@ -244,13 +212,6 @@ def _check_shape(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
                 f"{path} is damaged ({key} is {summary[key]!r}): bring it back, or start a new run"
             )
     return summary
-
-
-def untrained_metrics(summary: Mapping[str, Any]) -> Mapping[str, float]:
-    """Return the scores of the untrained model; older runs know the task's metric alone."""
-    metric = summary.get("metric", {})
-    known = {} if metric.get("initial") is None else {metric["name"]: metric["initial"]}
-    return summary.get("untrained") or known
 
 
 def find_run(source: str) -> tuple[str, Path]:
@@ -394,12 +355,10 @@ def parse_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    return _parse(path, path.read_bytes()) if path.exists() else None
-
-
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    if not path.exists():
+        return None
     try:
-        content = json.loads(text)
+        content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError(f"no JSON object, but {type(content).__name__}")
     except ValueError as error:
@@ -427,7 +386,7 @@ def read_past(run_dir: Path, done: int) -> Past:
     missing = not events or events[-1].round_index < done
     was_pending = missing and pending.get("round_index") == done
     return Past(
-        initial=untrained_metrics(summary),
+        initial=summary.get("untrained", {}),
         notes=tuple(summary.get("notes", ())),
         events=tuple(events),
         pending=RoundEvent.of_json(pending) if was_pending else None,

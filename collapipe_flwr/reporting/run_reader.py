@@ -68,9 +68,9 @@ class EventTail:
 class RunReader:
     """Reads a run directory, which may not exist yet; :meth:`look` sets what it has found.
 
-    ``summary`` is without plans, ``head`` has short values of it. ``events`` are new rounds, of a
-    new file if ``anew``; ``newest`` is the last round of a long file, of which much is still to be
-    read.
+    ``summary`` is as it was written, ``head`` has short values of it. ``events`` are new rounds,
+    of a new file if ``anew``; ``newest`` is the last round of a long file, of which much is still
+    to be read.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -95,7 +95,7 @@ class RunReader:
             if self._broken is None:
                 if (stamp := run_directory.summary_stamp(self.run_dir)) != self._stamp:
                     self._stamp = stamp
-                    self.summary = run_directory.read_summary_head(self.run_dir) or {}
+                    self.summary = run_directory.read_written_summary(self.run_dir) or {}
                 if self._config is None:
                     self._config = run_directory.read_config(self.run_dir)
                 self.events = self._tail.read_new(_ABOUT_BYTES)

@@ -8,7 +8,7 @@ them at the end of the path, ``device/energy_joules/attic/pi-1``; docs/monitorin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from collapipe_flwr.reporting.events import RoundEvent, holders
@@ -49,7 +49,7 @@ def _of_training(event: RoundEvent) -> Iterator[Scalar]:
         "time/evaluation_seconds": event.evaluation_s,
         "time/round_seconds": event.latency_s,
         "time/predicted_seconds": event.predicted_latency_s,
-        **{f"traffic/{name}_bytes": count for name, count in asdict(event.bytes).items()},
+        **{f"traffic/{name}_bytes": count for name, count in event.bytes.items()},
         "run/failures": len(event.failures),
         "run/lost_clusters": len(event.lost),
     }

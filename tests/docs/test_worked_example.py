@@ -84,7 +84,7 @@ def test_pictures_are_small_and_say_what_the_record_says(summary: dict[str, Any]
     assert sum(map(len, found.values())) < MOST_BYTES
     page = example.PAGE.read_text(encoding="utf-8")
     assert all(f"(worked-example/{name})" in page for name in found)
-    clusters = [cluster for plan in summary["plans"] for cluster in plan["clusters"]]
+    clusters = summary["plan"]["clusters"]
     devices = {segment["device_id"] for cluster in clusters for segment in cluster["segments"]}
     assert all(name.rpartition("/")[2] in found["placement.svg"] for name in devices)
     assert not re.search(r'(?:href|src)="(?!#)', "".join(found.values()))  # nothing from elsewhere

@@ -89,8 +89,7 @@ def seed() -> None:
 
 
 def checkpointed(name: str, folder, *, resume: bool) -> Checkpointed:
-    scheduler = "dssda" if name == "fedavg" else "uniform"  # one has to remember much
-    strategy = CollaPipe(INNER[name](), scheduler=scheduler)
+    strategy = CollaPipe(INNER[name]())
     return Checkpointed(strategy, Checkpoints(folder=folder, resume=resume))
 
 

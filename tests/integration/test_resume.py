@@ -20,7 +20,8 @@ from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.federation.run.recorder import RunRecorder
 from collapipe_flwr.federation.strategy import CollaPipe
 from collapipe_flwr.reporting.console import ProgressPrinter
-from collapipe_flwr.reporting.events import RoundEvent, RunStory
+from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.run_data import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_past
 from tests.forked import start
 from tests.integration.conftest import TINY, RunApp

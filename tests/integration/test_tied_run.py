@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from collapipe_flwr.core.keys import Value
+from collapipe_flwr.reporting.run_directory import read_events
 from tests.closeness import assert_near
 from tests.integration.conftest import RunApp
 
@@ -45,5 +45,5 @@ def test_a_tied_model_learns_as_in_one_piece(
 
 
 def _segments(run_dir: Path) -> int:
-    summary = json.loads((run_dir / "summary.json").read_text())
-    return max(len(cluster["segments"]) for cluster in summary["plans"][0]["clusters"])
+    first = read_events(run_dir)[0]
+    return max(len(cluster["segments"]) for cluster in first["plan"]["clusters"])

@@ -13,7 +13,8 @@ from typing import Any
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, Plan, Segment, StageSample
 from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.core.links import LinkConfig, LinkReport, LinkTraffic
-from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory, cluster_json
+from collapipe_flwr.reporting.events import RoundEvent, cluster_json, link_json
+from collapipe_flwr.reporting.run_data import RunStory
 from collapipe_flwr.reporting.run_directory import EVENTS, RunDirectory
 
 _KINDS = ("raspberry-pi-5", "raspberry-pi-4", "jetson-nano", "phone")
@@ -45,6 +46,7 @@ class MadeUpRun:
         device_ids = [name for members in self._members.values() for name in members]
         budgets = dict.fromkeys([f"{c}/cu" for c in self._members] + device_ids, 2.0)
         self._queues = dict.fromkeys(budgets, 0.0)
+        self.events: list[RoundEvent] = []
         self.story = RunStory(
             metric_name="accuracy",
             initial={"accuracy": 0.01},
@@ -69,15 +71,16 @@ class MadeUpRun:
 
     def save(self, status: str, reason: str | None = None) -> None:
         """Replace the summary."""
-        wall_s = 3.0 * len(self.story.events)
+        wall_s = 3.0 * len(self.events)
         self.directory.write_summary(
             self.story.summary(status=status, wall_s=wall_s, reason=reason)
         )
 
     def end_round(self, **changes: Any) -> RoundEvent:
         """One round more, in the events and in the summary."""
-        event = replace(self.event(len(self.story.events) + 1), **changes)
-        self.story = self.story.with_event(event)
+        event = replace(self.event(len(self.events) + 1), **changes)
+        self.events.append(event)
+        self.story.add(event)
         self.directory.append_event(event.as_json())
         self.save("running")
         return event
@@ -119,8 +122,8 @@ class MadeUpRun:
             clusters={p.cluster_id: cluster_json(p, outcomes[p.cluster_id]) for p in plans},
             energy_j=energy,
             queues_j=dict(self._queues),
-            bytes=LinkBytes(d2d=10**7, d2e=10**6, flower=10**8),
-            links=tuple(link for p in plans for link in self._links(p)),
+            bytes={"d2d": 10**7, "d2e": 10**6, "flower": 10**8, "weights": 0, "spared": 0},
+            links=tuple(link_json(link) for p in plans for link in self._links(p)),
             memory_bytes={
                 name.replace("/cu", "/control-unit"): self._chance.randrange(10**7, 10**8)
                 for name in energy

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from collapipe_flwr.reporting.events import RoundEvent, RunStory
+from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.progress import ClusterProgress, ProgressFile
+from collapipe_flwr.reporting.run_data import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory
 from collapipe_flwr.reporting.screen import Follower, Screen
 from tests.reporting.pseudo_terminal import lines_of
@@ -99,12 +100,7 @@ def pretend(path: Path, shown: Shown) -> None:
             )
             shown.wait_for_bars(index)
             event = _event(index)
-            story = RunStory(
-                metric_name="exact_match",
-                energy_budget_j={},
-                rounds_asked=2,
-                events=(*story.events, event),
-            )
+            story.add(event)
             directory.append_event(event.as_json())
             directory.write_summary(story.summary(status="running", wall_s=float(index)))
         progress.enter("saving the model")

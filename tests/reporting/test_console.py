@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from collapipe_flwr.reporting.console import ProgressPrinter, summary_table
-from collapipe_flwr.reporting.events import RoundEvent, RunSums, describe_share_cap
+from collapipe_flwr.reporting.events import RoundEvent, describe_share_cap
+from collapipe_flwr.reporting.run_data import RunData
 from tests.reporting.made_up_runs import MadeUpRun
 
 
@@ -62,7 +63,7 @@ def ended(path: Path, rounds: int, policy: str = "dssda") -> dict[str, Any]:
     for _ in range(rounds):
         run.end_round()
     found = run.story.summary(status="completed", wall_s=1.0)
-    return {**found, "plans": [{**plan, "policy": policy} for plan in found["plans"]]}
+    return {**found, "plan": {**found["plan"], "policy": policy}}
 
 
 def test_every_number_of_the_table_says_what_it_is(tmp_path: Path) -> None:
@@ -90,10 +91,15 @@ def test_a_budget_is_broken_only_where_nothing_pays_back(
     assert ("budgets" in found) == early
 
 
-def test_a_share_above_the_one_that_was_set_says_why() -> None:
-    sums = RunSums(model_share=0.6, share_caps=(0.645,))
-    found = sums.share_json(0.5)
+def _shares(share: float, cap: float) -> dict[str, float | None]:
+    data = RunData("")
+    data.add({"round_index": 1, "clusters": {"A": {"model_share": share, "model_share_cap": cap}}})
+    found = data.share_json(0.5)
     assert found is not None
-    assert describe_share_cap(found) == " (64.5 % allowed, as no plan keeps the 50 % set)"
-    same = RunSums(model_share=0.4, share_caps=(0.5,)).share_json(0.5)
-    assert same is not None and describe_share_cap(same) == " (50 % allowed)"
+    return found
+
+
+def test_a_share_above_the_one_that_was_set_says_why() -> None:
+    above = " (64.5 % allowed, as no plan keeps the 50 % set)"
+    assert describe_share_cap(_shares(0.6, 0.645)) == above
+    assert describe_share_cap(_shares(0.4, 0.5)) == " (50 % allowed)"

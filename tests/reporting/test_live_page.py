@@ -161,7 +161,7 @@ def test_it_waits_for_a_run_that_is_not_there(browser: Any, tmp_path: Path) -> N
 
 
 def test_rounds_that_a_resumed_run_dropped_are_gone(browser: Any, run: MadeUpRun) -> None:
-    first = run.story.events[0]
+    first = run.events[0]
     run.end_round(incidents=(Incident(kind="remark", text="cluster-0: was slow"),))
     with _serving(run.path) as server, _open(browser, server) as tab:
         _shows(tab, "#drawn", "as of round 2")

@@ -22,8 +22,8 @@ from collapipe_flwr.reporting.report.page import (
     write_reports,
     write_run_report,
 )
-from collapipe_flwr.reporting.report.run_data import read_run
 from collapipe_flwr.reporting.report.template import SCRIPT
+from collapipe_flwr.reporting.run_data import read_run
 from collapipe_flwr.reporting.run_directory import read_events, read_summary
 from tests.reporting.made_up_runs import MadeUpRun
 

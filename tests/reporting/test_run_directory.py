@@ -9,8 +9,9 @@ import pytest
 
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.reporting.console import summary_table
-from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, RunStory
+from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.output import write_json
+from collapipe_flwr.reporting.run_data import RunStory
 from collapipe_flwr.reporting.run_directory import (
     RunDirectory,
     read_config,
@@ -18,7 +19,7 @@ from collapipe_flwr.reporting.run_directory import (
     read_past,
     read_pending,
     read_summary,
-    read_summary_head,
+    read_written_summary,
     summary_stamp,
 )
 from tests.full_disk import full_disk
@@ -35,7 +36,7 @@ def _event(index: int, *, energy_j: float, memory: int, score: float | None) -> 
         predicted_latency_s=2.0,
         energy_j={"A/pi": energy_j},
         queues_j={"A/pi": 0.0},
-        bytes=LinkBytes(d2d=10, d2e=5, flower=1, weights=4, spared=3),
+        bytes={"d2d": 10, "d2e": 5, "flower": 1, "weights": 4, "spared": 3},
         memory_bytes={"A/pi": memory},
         wall_s=0.5,
     )
@@ -47,8 +48,9 @@ def _story() -> RunStory:
         initial={"exact_match": 0.0},
         energy_budget_j={"A/pi": 3.0, "A/idle": 3.0},
     )
-    story = story.with_event(_event(1, energy_j=4.0, memory=7, score=0.5))
-    return story.with_event(_event(2, energy_j=0.0, memory=9, score=None))
+    story.add(_event(1, energy_j=4.0, memory=7, score=0.5))
+    story.add(_event(2, energy_j=0.0, memory=9, score=None))
+    return story
 
 
 def test_summary_adds_up_bytes_averages_energy_and_keeps_peaks() -> None:
@@ -89,29 +91,19 @@ def test_events_and_summary_land_in_the_folder(tmp_path: Path) -> None:
     assert sorted(p.name for p in directory.path.iterdir()) == ["events.jsonl", "summary.json"]
 
 
-def test_plans_of_all_rounds_are_written_once_when_the_run_has_ended(tmp_path: Path) -> None:
+def test_the_summary_holds_the_last_plan_while_the_run_goes_on_and_after_it(
+    tmp_path: Path,
+) -> None:
     run = MadeUpRun(tmp_path / "one", clusters=4, devices=5)
     for _ in range(5):
         run.end_round()
     plans = [event["plan"] for event in read_events(run.path)]
-    assert _summary_of(run)["plans"] == plans[-1:]
+    assert _summary_of(run)["plan"] == plans[-1]
+    written = read_written_summary(run.path)
+    assert written is not None and written["status"] == "running"
     run.die()
-    told = _summary_of(run)
-    assert told["status"] == "interrupted" and told["plans"] == plans[-1:]
-    for status in ("stopped", "completed"):
-        RunDirectory.reopen(run.path).write_summary({**told, "status": status})
-        assert _summary_of(run) == {**told, "status": status, "plans": plans}
-        head = {key: value for key, value in told.items() if key != "plans"}
-        assert read_summary_head(run.path) == {**head, "status": status}
-
-
-def test_how_a_run_ended_is_said_although_an_event_is_damaged(tmp_path: Path) -> None:
-    run = MadeUpRun(tmp_path / "one")
-    run.end_round()
-    events = run.path / "events.jsonl"
-    events.write_bytes(b"{\n" + events.read_bytes())
-    run.save("failed", "no power")
-    assert _summary_of(run)["reason"] == "no power" and len(_summary_of(run)["plans"]) == 1
+    assert _summary_of(run)["status"] == "interrupted"
+    assert {**_summary_of(run), "status": "running", "reason": None} == {"reason": None, **written}
 
 
 def test_what_is_no_curve_is_summed_round_by_round(tmp_path: Path) -> None:
@@ -121,11 +113,10 @@ def test_what_is_no_curve_is_summed_round_by_round(tmp_path: Path) -> None:
     joules = {name: sum(e.energy_j[name] for e in events) / 5 for name in events[0].energy_j}
     assert summary["energy"]["mean_j"] == pytest.approx(joules)
     assert sum(link["forward"]["bytes"] for link in summary["links"]) == sum(
-        link.forward.bytes for event in events for link in event.links
+        link["forward"]["bytes"] for event in events for link in event.links
     )
     (role, *_), told = events[0].memory_bytes, summary["peak_memory_bytes"]
     assert told[role] == max(event.memory_bytes[role] for event in events)
-    assert not run.story.events[0].links and run.story.sums.links
 
 
 def _summary_of(run: MadeUpRun) -> dict[str, Any]:

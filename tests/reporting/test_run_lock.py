@@ -14,7 +14,7 @@ import pytest
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting import run_directory
 from collapipe_flwr.reporting.comparison import read_runs, render_markdown
-from collapipe_flwr.reporting.events import RunStory
+from collapipe_flwr.reporting.run_data import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_summary
 from collapipe_flwr.reporting.run_lock import hold_lock, is_written
 from collapipe_flwr.reporting.run_reader import RunReader
@@ -74,15 +74,14 @@ def test_a_killed_run_is_interrupted_from_then_on(tmp_path: Path) -> None:
 def test_a_run_that_ends_while_it_is_read_is_not_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], str]
 ) -> None:
-    run, parsed = MadeUpRun(tmp_path / "run"), run_directory._parse
+    run, checked = MadeUpRun(tmp_path / "run"), run_directory._check_shape
 
-    def ends(path: Path, text: bytes) -> dict[str, Any]:
-        if path.name == "summary.json":  # which is read by now
-            run.save("completed")
-            run.die()
-        return parsed(path, text)
+    def ends(path: Path, summary: dict[str, Any]) -> dict[str, Any]:
+        run.save("completed")  # the summary is read by now
+        run.die()
+        return checked(path, summary)
 
-    monkeypatch.setattr(run_directory, "_parse", ends)
+    monkeypatch.setattr(run_directory, "_check_shape", ends)
     assert (read(run.path), read(run.path)) == ("running", "completed")
 
 

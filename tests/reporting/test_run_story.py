@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from collapipe_flwr.reporting.events import RoundEvent, RunStory
+from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.run_data import RunStory
 
 
 def one_round(index: int, wall_s: float, *, measured: bool = True) -> RoundEvent:
@@ -24,7 +25,7 @@ def test_a_round_takes_its_plan_and_what_the_last_ones_took_besides() -> None:
     story = RunStory(metric_name="accuracy", energy_budget_j={})
     assert story.expected_wall_s(one_round(1, 12.0)) == 8.0  # nothing is known yet
     for index, wall_s in enumerate((90.0, 12.0, 12.0, 13.0, 14.0, 20.0), start=1):
-        story = story.with_event(one_round(index, wall_s))
+        story.add(one_round(index, wall_s))
     # The last five took 1, 1, 2, 3 and 9 s besides the slowest cluster and the evaluation.
     assert story.expected_wall_s(one_round(7, 0.0)) == pytest.approx(8.0 + 2.0)
 

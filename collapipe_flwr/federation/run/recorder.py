@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from pathlib import Path
 
 from flwr.app import ArrayRecord, MetricRecord
@@ -23,9 +22,10 @@ from collapipe_flwr.federation.run.sinks import Sinks, round_event
 from collapipe_flwr.pipeline.config import NoiseConfig
 from collapipe_flwr.pipeline.meter import write_trace
 from collapipe_flwr.reporting.console import ProgressPrinter
-from collapipe_flwr.reporting.events import RoundEvent, RunStory
+from collapipe_flwr.reporting.events import RoundEvent, link_json
 from collapipe_flwr.reporting.progress import Look, ProgressFile
 from collapipe_flwr.reporting.report.page import write_closing_report
+from collapipe_flwr.reporting.run_data import RunStory
 from collapipe_flwr.reporting.run_directory import (
     Past,
     RunDirectory,
@@ -73,8 +73,10 @@ class RunRecorder:
         self.training: Look | None = None  # says how far clusters are in a round
         self.testing: Look | None = None  # and how far the evaluation is
         past = past or Past()
-        story = replace(story, initial=past.initial, notes=past.notes)
-        self.story = reduce(RunStory.with_event, past.events, story)
+        self.story = replace(story, initial=past.initial, notes=past.notes)
+        for event in past.events:
+            self.story.add(event)
+        self._last = past.events[-1] if past.events else None
         self.weights: Mapping[str, Tensor] | None = None  # of the last round
         self._directory = directory
         self._printer = printer
@@ -92,7 +94,7 @@ class RunRecorder:
     def say(self, sentence: str) -> None:
         """Print a note on the run, and keep it in the summary."""
         if sentence not in self.story.notes:
-            self.story = replace(self.story, notes=(*self.story.notes, sentence))
+            self.story.notes += (sentence,)
         self._save(*self._status)
         self._printer.say(sentence)
 
@@ -101,7 +103,8 @@ class RunRecorder:
         links = record.links(paced=self._paced)
         event = round_event(record, time.monotonic() - self._round_started_s)
         lost, expected_s = self._names({*record.failures}), self.story.expected_wall_s(event)
-        self._pending = replace(event, links=links, lost=lost, predicted_wall_s=expected_s)
+        told = tuple(map(link_json, links))
+        self._pending = replace(event, links=told, lost=lost, predicted_wall_s=expected_s)
         self._directory.write_pending(self._pending.as_json())
         self._next_epsilon |= {
             name: measured.next_epsilon
@@ -139,9 +142,9 @@ class RunRecorder:
 
     def _evaluated(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         weights = decode_tensors(arrays)
-        if self.story.events and self.story.events[-1].round_index == server_round:
+        if self._last is not None and self._last.round_index == server_round:
             self.weights, self._round_started_s = weights, time.monotonic()
-            return _metric_record(self.story.events[-1].metrics)
+            return _metric_record(self._last.metrics)
         last = server_round == self.story.rounds_asked  # whose model is saved
         due = server_round % self._every == 0 or server_round <= 1 or last
         started_s = time.monotonic()
@@ -153,7 +156,7 @@ class RunRecorder:
             )
         metrics = self._evaluate(weights) if due else {}
         if server_round == 0:
-            self.story = replace(self.story, initial=metrics)
+            self.story.initial = metrics
             self._round_started_s = time.monotonic()
             self._save("running")  # a resumed run cannot evaluate it again
             self._printer.show_untrained(metrics)
@@ -183,7 +186,7 @@ class RunRecorder:
         """
         if early:
             self.say(early)
-        done, asked = len(self.story.events), self.story.rounds_asked
+        done, asked = len(self.story.data.rounds), self.story.rounds_asked
         if asked is not None and done < asked and not early:
             raise RunError(f"only {done} of {asked} rounds were done")
         if never := self.story.never_trained:
@@ -211,7 +214,8 @@ class RunRecorder:
             evaluation_s=evaluation_s,
         )
         self._round_started_s, self._pending, self._clusters = now_s, None, {}
-        self.story = self.story.with_event(event)
+        self._last = event
+        self.story.add(event)
         self._directory.append_event(event.as_json())
         self._save("running")
         self._printer.show(event)

@@ -14,7 +14,7 @@ from collapipe_flwr.core.durable import make_folder
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.federation.round import RoundRecord
-from collapipe_flwr.reporting.events import LinkBytes, RoundEvent, cluster_json
+from collapipe_flwr.reporting.events import RoundEvent, cluster_json
 from collapipe_flwr.reporting.run_directory import run_id_of
 from collapipe_flwr.reporting.scalars import Scalar, scalars
 from collapipe_flwr.reporting.sinks import KINDS, Feeder, WatchedRun, check_sinks
@@ -41,13 +41,13 @@ def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
         },
         energy_j=_flatten(record.outcome.energy_j),
         queues_j=_flatten(record.outcome.queues_j),
-        bytes=LinkBytes(
-            d2d=links["d2d"],
-            d2e=links["d2e"],
-            flower=record.flower_bytes_sent + record.flower_bytes_received,
-            weights=record.moved.sent_bytes + record.moved.received_bytes,
-            spared=record.moved.spared_bytes,
-        ),
+        bytes={
+            "d2d": links["d2d"],
+            "d2e": links["d2e"],
+            "flower": record.flower_bytes_sent + record.flower_bytes_received,
+            "weights": record.moved.sent_bytes + record.moved.received_bytes,
+            "spared": record.moved.spared_bytes,
+        },
         memory_bytes={
             _qualify_role(cluster_id, role): size
             for cluster_id, measured in record.telemetry.items()

@@ -19,7 +19,7 @@ from typing import Any
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, require
 from collapipe_flwr.core.processes import guard_command, run_beside
 from collapipe_flwr.reporting.log_lines import parse_line, replay
-from collapipe_flwr.reporting.run_directory import RunDirectory, read_config, read_summary_head
+from collapipe_flwr.reporting.run_directory import RunDirectory, read_config, read_written_summary
 
 _ASK_S = 30.0
 _PATIENCE_S = 5.0  # that `flwr log` gets to end
@@ -105,7 +105,7 @@ class SuperLinkRun:
 
     def _close(self, run: dict[str, Any]) -> None:
         """Write the final status, unless the run has written one."""
-        written = read_summary_head(self.run_dir)
+        written = read_written_summary(self.run_dir)
         summary = written or {"status": "running"}
         if summary["status"] == "running":
             status = _ENDS.get(run["status"], "failed")

@@ -19,7 +19,7 @@ from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.reporting.live.state import Place, RunState
 from collapipe_flwr.reporting.report.overview import tiles
 from collapipe_flwr.reporting.report.page import require_report, run_sections, section_html
-from collapipe_flwr.reporting.report.run_data import RunData
+from collapipe_flwr.reporting.run_data import RunData
 from collapipe_flwr.reporting.run_directory import BY_OWNER
 from collapipe_flwr.reporting.run_lock import CONFIG, LOG
 from collapipe_flwr.reporting.run_reader import RunReader

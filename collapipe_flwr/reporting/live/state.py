@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from collapipe_flwr.reporting.events import holders, replace_nonfinite
-from collapipe_flwr.reporting.report.run_data import incidents_of
+from collapipe_flwr.reporting.run_data import incidents_of
 
 _MOST_INCIDENTS = 50  # that are sent at once: the newest
 Json = dict[str, Any]

@@ -14,7 +14,7 @@ from math import isfinite
 from typing import Any, Protocol
 
 from collapipe_flwr.reporting.output import format_count
-from collapipe_flwr.reporting.report.series import Series, stride_of, thin
+from collapipe_flwr.reporting.run_data import Series, stride_of, thin
 
 Json = dict[str, Any]
 COLOURS = tuple(f"@c{number}" for number in range(10))

@@ -10,8 +10,7 @@ from collapipe_flwr.reporting.events import KEPT_FROM
 from collapipe_flwr.reporting.output import format_count
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Section
-from collapipe_flwr.reporting.report.run_data import RunData
-from collapipe_flwr.reporting.report.series import thin
+from collapipe_flwr.reporting.run_data import RunData, thin
 
 _QUEUES = 5  # devices whose queue has a curve of its own
 

@@ -9,8 +9,7 @@ from math import isnan
 from collapipe_flwr.reporting.output import format_count
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Json, Section
-from collapipe_flwr.reporting.report.run_data import RunData
-from collapipe_flwr.reporting.report.series import Series, stride_of, thin
+from collapipe_flwr.reporting.run_data import RunData, Series, stride_of, thin
 
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _SINGLE = 8  # clusters that have a curve of their own each; more of them are a band

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from collapipe_flwr.reporting.events import KINDS
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Json, Section
-from collapipe_flwr.reporting.report.run_data import KINDS, RunData
-from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thin
+from collapipe_flwr.reporting.run_data import MOST_COLUMNS, RunData, stride_of, thin
 
-_NAMES = {
-    "d2d": "between devices",
-    "d2e": "devices and edge",
-    "flower": "server and control units",
-    "weights": "segments to devices",
-    "spared": "spared: was there already",
-}
+Hop = Mapping[str, Any]  # as in events, or one direction of it
 
 
 def links(run: RunData) -> Section:
     """Show bytes by kind and round, and rates by hop over the run."""
     hops = sorted(
-        run.summary.get("links", ()),
+        run.links,
         key=lambda hop: -(hop["forward"]["bytes"] + hop["backward"]["bytes"]),
     )
     head = ["hop", "codec", "forward", "backward", "Mbit/s forward", "Mbit/s backward"]
@@ -41,7 +36,7 @@ def _bytes(run: RunData) -> Chart | None:
         series = run.bytes[kind]
         if any(series.values):
             x, y = thin(run.rounds, series.pad(count), MOST_COLUMNS)
-            name = f"{_NAMES[kind]}: {charts.format_size(sum(series.known))}"
+            name = f"{KINDS[kind]}: {charts.format_size(sum(series.known))}"
             megabytes = [(value or 0) / 1e6 for value in y]
             traces.append(charts.columns(name, x, megabytes, colour, "%{y:.4~g} MB"))
     if not traces:
@@ -55,7 +50,7 @@ def _bytes(run: RunData) -> Chart | None:
     )
 
 
-def _rates(hops: Sequence[Json]) -> Chart | None:
+def _rates(hops: Sequence[Hop]) -> Chart | None:
     rated = [hop for hop in hops if any(hop[way]["bit_per_s"] for way in ("forward", "backward"))]
     if not rated:
         return None
@@ -89,13 +84,13 @@ def _mega(rate: float | None) -> float | None:
     return None if rate is None else rate / 1e6
 
 
-def _ends(hop: Json) -> tuple[str, str, str]:
+def _ends(hop: Hop) -> tuple[str, str, str]:
     """Return the hop's cluster and ends."""
     sender, receiver = (hop[end].rpartition("/")[2] for end in ("sender", "receiver"))
     return hop["cluster"], sender, receiver
 
 
-def _row(hop: Json) -> list[str]:
+def _row(hop: Hop) -> list[str]:
     cluster, sender, receiver = _ends(hop)
     return [
         f"{cluster}: {sender} > {receiver}",
@@ -105,7 +100,7 @@ def _row(hop: Json) -> list[str]:
     ]
 
 
-def _rate_text(way: Json) -> str:
+def _rate_text(way: Hop) -> str:
     if way["bit_per_s"] is None:
         return "-"
     text, planned = f"{way['bit_per_s'] / 1e6:.4g}", way["planned_bit_per_s"]
@@ -120,7 +115,7 @@ def compare_links(runs: Sequence[RunData]) -> Section:
         totals = [sum(run.bytes[kind].known) / 1e6 for run in runs]
         if any(totals):
             hover = {"hovertemplate": "%{x:.4~g} MB"}
-            traces.append(charts.bars(_NAMES[kind], labels, totals, colour, **hover))
+            traces.append(charts.bars(KINDS[kind], labels, totals, colour, **hover))
     if not traces:
         return Section(key="links", title="Links", empty="No run recorded bytes.")
     figure = charts.plot_by_row(traces, "MB", bars=2 * len(runs), barmode="stack")

@@ -9,7 +9,7 @@ from typing import Any
 from collapipe_flwr.reporting.events import describe_share_cap
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Section
-from collapipe_flwr.reporting.report.run_data import RunData
+from collapipe_flwr.reporting.run_data import RunData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ def peaks(run: RunData) -> list[Peak]:
     """List all members, the fullest first."""
     planned = {run.role(name): d.planned_bytes for name, d in run.devices.items()}
     allowed = {run.role(name): limit for name, limit in run.memory_limit_bytes.items()}
-    measured = run.summary.get("peak_memory_bytes", {})
+    measured = run.memory_bytes
     names = dict.fromkeys((*measured, *(n for n, held in planned.items() if held)))
     found = [
         Peak(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from collapipe_flwr.reporting.events import KEPT_FROM
+from collapipe_flwr.reporting.events import KEPT_FROM, KINDS
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import (
     Chart,
@@ -19,9 +19,8 @@ from collapipe_flwr.reporting.report.charts import (
 )
 from collapipe_flwr.reporting.report.energy import list_spent
 from collapipe_flwr.reporting.report.memory import peaks
-from collapipe_flwr.reporting.report.run_data import KINDS, RunData
-from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thin
 from collapipe_flwr.reporting.report.times import name_kind
+from collapipe_flwr.reporting.run_data import MOST_COLUMNS, RunData, stride_of, thin
 
 _INCIDENTS = {  # by kind
     "lost": "cluster lost",

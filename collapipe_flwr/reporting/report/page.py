@@ -36,10 +36,10 @@ from collapipe_flwr.reporting.report.overview import (
     tiles,
 )
 from collapipe_flwr.reporting.report.placement import placement
-from collapipe_flwr.reporting.report.run_data import RunData, read_run
 from collapipe_flwr.reporting.report.steps import steps
 from collapipe_flwr.reporting.report.template import CSS, PAGE, SCRIPT, SECTION
 from collapipe_flwr.reporting.report.times import compare_times, times
+from collapipe_flwr.reporting.run_data import RunData, read_run
 
 if TYPE_CHECKING:  # jinja2 is an optional extra
     from jinja2 import Environment

@@ -7,8 +7,7 @@ from statistics import fmean
 
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Json, Section, Table
-from collapipe_flwr.reporting.report.run_data import ClusterData, RunData
-from collapipe_flwr.reporting.report.series import stride_of
+from collapipe_flwr.reporting.run_data import ClusterData, RunData, stride_of
 
 _MOST_COLUMNS = 120  # rounds that a picture has room for
 _ROW_PIXELS, _FRAME_PIXELS = 34, 110

@@ -9,8 +9,7 @@ from statistics import median
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import Chart, Section, Table
 from collapipe_flwr.reporting.report.learning import run_style
-from collapipe_flwr.reporting.report.run_data import ClusterData, RunData
-from collapipe_flwr.reporting.report.series import MOST_COLUMNS, stride_of, thin
+from collapipe_flwr.reporting.run_data import MOST_COLUMNS, ClusterData, RunData, stride_of, thin
 
 _MOST_PAIRS = 1500  # points of the scatter
 

@@ -15,7 +15,7 @@ from subprocess import PIPE
 
 import pytest
 
-from collapipe_flwr.reporting.events import RunStory
+from collapipe_flwr.reporting.run_data import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_summary
 from tests.core.process_trees import DEADLINE_S, ENDINGS, ROOT, background, ended, watched
 from tests.thorough import few
@@ -55,14 +55,16 @@ print("\x1b[91mERROR \x1b[0m:     ServerApp raised an exception")
 TRAINING = """
 import os, signal, sys, tomllib
 from pathlib import Path
-from collapipe_flwr.reporting.events import RoundEvent, RunStory
+from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.run_data import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory
 config = tomllib.loads(Path(sys.argv[sys.argv.index("--run-config") + 1]).read_text())
 directory = RunDirectory(Path(config["output-dir"], config["run-name"]))
 directory.write_config({})
 (directory.checkpoint_path / "round-000001").mkdir(parents=True)
 event = RoundEvent(round_index=1, metrics={}, wall_s=0.1)
-story = RunStory(metric_name="loss", energy_budget_j={}, events=(event,), rounds_asked=12)
+story = RunStory(metric_name="loss", energy_budget_j={}, rounds_asked=12)
+story.add(event)
 directory.append_event(event.as_json())
 directory.write_summary(story.summary(status="running", wall_s=1.0))
 signal.pause()

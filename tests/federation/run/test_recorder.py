@@ -17,7 +17,7 @@ from collapipe_flwr.federation.round import RoundRecord
 from collapipe_flwr.federation.run.recorder import RunRecorder, round_event
 from collapipe_flwr.pipeline.config import NoiseConfig
 from collapipe_flwr.reporting.console import ProgressPrinter
-from collapipe_flwr.reporting.events import RunStory
+from collapipe_flwr.reporting.run_data import RunStory
 from collapipe_flwr.reporting.run_directory import RunDirectory, read_summary
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from collapipe_flwr.federation.run.superlink_run import SuperLinkRun
 from collapipe_flwr.reporting.live.feed import Feed
 from collapipe_flwr.reporting.live.state import Place
 from collapipe_flwr.reporting.log_lines import log_line, parse_line, print_line, replay
-from collapipe_flwr.reporting.run_directory import EVENTS, RunDirectory, read_summary_head
+from collapipe_flwr.reporting.run_data import RunData
+from collapipe_flwr.reporting.run_directory import EVENTS, RunDirectory, read_written_summary
 from collapipe_flwr.reporting.run_lock import CONFIG
 from collapipe_flwr.reporting.run_reader import RunReader
 from tests.reporting.made_up_runs import MadeUpRun
@@ -79,9 +81,9 @@ def _printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[MadeUp
     run.directory.tell = print_line
     first = run.end_round()
     run.end_round()
-    run.story = type(run.story)(
-        metric_name="accuracy", energy_budget_j=run.story.energy_budget_j, events=(first,)
-    )
+    run.story = replace(run.story, data=RunData(""))
+    run.story.add(first)
+    del run.events[1:]
     run.directory.rewrite_events([first.as_json()])
     run.end_round()
     run.end_round()
@@ -100,7 +102,7 @@ def test_the_directory_here_becomes_that_of_the_run(
     flwr(noise + printed.replace("\n", f"\n{noise}"), {"status": "finished:completed"})
     here, news = _followed(tmp_path)
     assert (here / EVENTS).read_bytes() == (there.path / EVENTS).read_bytes()
-    assert read_summary_head(here) == read_summary_head(there.path)
+    assert read_written_summary(here) == read_written_summary(there.path)
     assert (news["head"]["status"], news["head"]["config"]) == ("completed", {"seed": 7})
 
 
