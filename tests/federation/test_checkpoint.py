@@ -172,7 +172,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, drifting, victim):
         checkpointed("fedavg", tmp_path, resume=True).start(grid(drifting), model(), 3)
 
 
-@pytest.mark.parametrize("part", ["inner", "planner"])
+@pytest.mark.parametrize("part", ["inner", "accepted"])
 @pytest.mark.parametrize("text", ["[", "7"])
 def test_a_damaged_memory_is_named_with_its_part(tmp_path, drifting, part, text):
     checkpointed("fedadam", tmp_path, resume=False).start(grid(drifting), model(), 1)

@@ -16,7 +16,7 @@ from collapipe_flwr import Sinks
 from collapipe_flwr.config.schema import SINKS
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting import sinks as kinds
-from collapipe_flwr.reporting.events import RoundEvent
+from collapipe_flwr.reporting.events import KINDS, RoundEvent
 from collapipe_flwr.reporting.scalars import Scalar, scalars
 from tests.full_disk import full_disk
 
@@ -50,7 +50,7 @@ def event(index: int, *, loss: float | None = None) -> RoundEvent:
         latency_s=2.0,
         clusters={"attic": {"latency_s": 2.0, "predicted_s": None}},
         energy_j={"attic/pi-1": 4.0},
-        bytes={"d2d": 10},
+        bytes={**dict.fromkeys(KINDS, 0), "d2d": 10},
     )
 
 
