@@ -25,8 +25,7 @@ from collapipe_flwr.scheduler.dssda import Dssda
 from collapipe_flwr.scheduler.outcomes import simulated_cluster
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import Nested, SchedulerConfig, SchedulerState
-from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulation.setting import ModelShape, Setting
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world, mixed_devices
 
 BOARDS = ("raspberry-pi-4", "raspberry-pi-5", "jetson-nano", "phone")

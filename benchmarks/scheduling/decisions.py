@@ -17,8 +17,7 @@ from benchmarks.scheduling.search_gaps import SearchGaps, SearchSize, search_gap
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulation.episode import run_episode
-from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulation.setting import ModelShape, Setting
 from collapipe_flwr.simulation.simulate import Tick, ignore_tick
 
 DEVICES = 10

@@ -13,8 +13,7 @@ from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT, planner_for
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
-from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulation.setting import ModelShape, Setting
 from collapipe_flwr.simulation.simulate import Tick
 from collapipe_flwr.simulation.world import EnergyBudget
 

@@ -141,7 +141,7 @@ def profile(
     )
     if names:
         from collapipe_flwr.cluster.boards import survey
-        from collapipe_flwr.reporting.boards import show_boards
+        from collapipe_flwr.reporting.tables import show_boards
 
         seen = survey(request, names, dtypes, lengths, sizes, min(numbers), settings)
         show_boards(seen, terminal())

@@ -10,9 +10,8 @@ from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.work import whole_model
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.simulation.bounds import Bounds, compute_bounds
 from collapipe_flwr.simulation.episode import run_episode
-from collapipe_flwr.simulation.score import Score, make_target, score
+from collapipe_flwr.simulation.score import Bounds, Score, compute_bounds, make_target, score
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.world import World
 

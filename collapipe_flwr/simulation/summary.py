@@ -16,8 +16,7 @@ from operator import ge, le, lt
 import numpy as np
 
 from collapipe_flwr.core.json_codec import to_plain
-from collapipe_flwr.simulation.bounds import Bounds
-from collapipe_flwr.simulation.score import Score
+from collapipe_flwr.simulation.score import Bounds, Score
 from collapipe_flwr.simulation.simulate import OURS, PolicyResult, Simulation
 
 Json = dict[str, object]

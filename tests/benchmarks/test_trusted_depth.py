@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from benchmarks.trusted_depth import PLACES, measured, table
-from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulation.setting import ModelShape, Setting
 
 
 def test_every_depth_and_place_has_a_cell() -> None:

@@ -21,7 +21,7 @@ from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.episode import run_episode
-from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import ModelShape
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world, mixed_devices
 from tests.thorough import examples
 from tests.worlds import BOARDS

@@ -13,7 +13,7 @@ from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.costs.layouts import Layouts, hops_of
 from collapipe_flwr.costs.radio import ROUNDING, WIRE_SHARE, rank_codecs
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import ModelShape
 from collapipe_flwr.simulation.world import make_world
 from collapipe_flwr.transport.codec import WIRE_CODECS
 

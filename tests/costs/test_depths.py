@@ -20,7 +20,7 @@ from collapipe_flwr.costs.chain import (
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import PricingOptions, capacity_bytes, peak_bytes
-from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import ModelShape
 from tests.worlds import first_round, with_devices
 
 OPTIONS = PricingOptions(schedule="1f1b", memory_margin=0.0)

@@ -18,7 +18,7 @@ from collapipe_flwr.scheduler.base import planner_for
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.scorer import Scorer
-from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import ModelShape
 from collapipe_flwr.simulation.world import make_world, with_edge_at_home
 from tests.worlds import planned
 

@@ -16,8 +16,7 @@ from collapipe_flwr.costs.layouts import rows_of_plans
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.devices import FleetCluster, device_preset
-from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulation.setting import ModelShape, Setting
 from tests.worlds import equal_ends, first_round, planned, with_devices
 
 WIDE_HZ = 20e6  # of the preset

@@ -27,7 +27,7 @@ from collapipe_flwr.costs.replicas import ReplicatedPricing, exchange_s
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import OPTIMISER_FLOP_PER_BYTE, PricingOptions
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import ModelShape
 from tests.scheduler.test_overheads import beginning
 from tests.thorough import examples
 from tests.worlds import first_round, planned

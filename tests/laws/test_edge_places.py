@@ -29,7 +29,7 @@ from collapipe_flwr.federation.records import SplitTask
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.host.service import HostService
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import ModelShape
 from collapipe_flwr.transport.client import Dialer
 from tests.closeness import assert_near, near
 from tests.cluster.test_killed_processes import striking

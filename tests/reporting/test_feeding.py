@@ -6,8 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from collapipe_flwr.reporting.scalars import Scalar
-from collapipe_flwr.reporting.sinks import Feeder
+from collapipe_flwr.reporting.sinks import Feeder, Scalar
 
 LIMIT_S = 60.0
 

@@ -14,9 +14,8 @@ from collapipe_flwr.reporting.simulation import run_simulation
 from collapipe_flwr.reporting.simulation_figures import describe, draw_figures
 from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.models import ModelShape
 from collapipe_flwr.simulation.score import Score
-from collapipe_flwr.simulation.setting import Setting, preset
+from collapipe_flwr.simulation.setting import ModelShape, Setting, preset
 from collapipe_flwr.simulation.simulate import Simulation, simulate
 from tests.reporting.pictures import assert_readable
 

@@ -17,7 +17,7 @@ from collapipe_flwr.config.schema import SINKS
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.reporting import sinks as kinds
 from collapipe_flwr.reporting.events import KINDS, RoundEvent
-from collapipe_flwr.reporting.scalars import Scalar, scalars
+from collapipe_flwr.reporting.sinks import Scalar, scalars
 from tests.full_disk import full_disk
 
 SETTINGS = {"seed": 7, "train.learning-rate": 0.002, "model.type": "bert"}

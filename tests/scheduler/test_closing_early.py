@@ -15,7 +15,7 @@ from collapipe_flwr.scheduler.decision import EarlyClosing, closing_s, count_rou
 from collapipe_flwr.scheduler.dssda import Dssda
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import ModelShape
 from tests.worlds import first_round, planned
 
 MODEL = ModelShape(blocks=6).profile()

@@ -15,7 +15,7 @@ from collapipe_flwr.scheduler.edge_choice import EdgeChoice
 from collapipe_flwr.scheduler.edges import edges_in, on_edges
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import ModelShape
 from collapipe_flwr.simulation.world import World, make_world, mixed_devices
 from tests.worlds import BOARDS, planned
 

@@ -13,7 +13,7 @@ from collapipe_flwr.scheduler.dssda import heads_worth
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
-from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import ModelShape
 from collapipe_flwr.simulation.world import EnergyBudget, make_world
 from tests.worlds import simulated_outcome
 

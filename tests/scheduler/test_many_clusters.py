@@ -16,8 +16,7 @@ from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerState
 from collapipe_flwr.scheduler.radio.equal_ends import levelled_hz
 from collapipe_flwr.simulation.episode import run_episode
-from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulation.setting import ModelShape, Setting
 
 MANY = SearchSize(clusters=24, devices=5, blocks=12, seeds=range(2), schedule="1f1b")
 SEED = 62001

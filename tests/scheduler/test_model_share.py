@@ -20,7 +20,7 @@ from collapipe_flwr.scheduler import replicating
 from collapipe_flwr.scheduler.model_share import packs, segment_needs
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
-from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import ModelShape
 from tests.thorough import examples
 from tests.worlds import draw_snapshot, first_round, planned
 

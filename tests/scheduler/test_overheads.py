@@ -18,7 +18,7 @@ from collapipe_flwr.scheduler.base import initial_state, planner_for
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.scorer import Scorer
-from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import ModelShape
 from tests.worlds import KINDS, draw_snapshot, first_round, planned, with_devices
 
 SIZE, COUNT = 4, 8

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from collapipe_flwr.core.domain import DeviceProfile
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import ModelShape
 from collapipe_flwr.simulation.world import make_world
 from tests.thorough import examples
 from tests.worlds import planned

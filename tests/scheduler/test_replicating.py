@@ -18,7 +18,7 @@ from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.scheduler.replicating import MOST_CLUSTERS, with_replicas
-from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import ModelShape
 from collapipe_flwr.simulation.world import EnergyBudget, make_world, mixed_devices
 from tests.worlds import BOARDS, first_step, planned, with_devices
 

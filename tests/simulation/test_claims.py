@@ -9,7 +9,7 @@ import pytest
 
 from collapipe_flwr.reporting.simulation import bound_lines, policy_table
 from collapipe_flwr.scheduler.rules import RULES
-from collapipe_flwr.simulation.bounds import useful_s
+from collapipe_flwr.simulation.score import useful_s
 from collapipe_flwr.simulation.setting import Setting
 from collapipe_flwr.simulation.simulate import PolicyResult, Simulation, simulate
 from collapipe_flwr.simulation.summary import compare, simulation_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import ModelShape
 from tests.planned_step import replay_plan
 from tests.worlds import first_round, planned
 

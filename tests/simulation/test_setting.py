@@ -12,8 +12,7 @@ import pytest
 from collapipe_flwr import cli
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.simulation.devices import read_fleet
-from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.setting import Setting, overridden, preset
+from collapipe_flwr.simulation.setting import ModelShape, Setting, overridden, preset
 from collapipe_flwr.simulation.world import EnergyBudget, energy_budget, make_world, mixed_devices
 
 BOARD = {"speed_gflop_per_s": 20, "memory_gib": 3, "load_w": 4, "tx_power_w": 0.1}

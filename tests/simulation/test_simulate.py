@@ -12,8 +12,7 @@ import pytest
 from collapipe_flwr import cli
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.scheduler.policies import POLICIES
-from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulation.setting import ModelShape, Setting
 from collapipe_flwr.simulation.simulate import FACTORS, simulate, sweep_penalty
 from collapipe_flwr.simulation.summary import simulation_json
 from collapipe_flwr.simulation.world import EnergyBudget

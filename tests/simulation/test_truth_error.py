@@ -18,8 +18,7 @@ from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.devices import scaled
 from collapipe_flwr.simulation.episode import run_episode
-from collapipe_flwr.simulation.models import ModelShape
-from collapipe_flwr.simulation.setting import Setting
+from collapipe_flwr.simulation.setting import ModelShape, Setting
 from collapipe_flwr.simulation.simulate import simulate
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world, mixed_devices
 from tests.worlds import BOARDS, planned, simulated_outcome

@@ -13,7 +13,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.simulation.channel import channel_model
 from collapipe_flwr.simulation.devices import PRESETS, RADIOS, device_preset, radio_preset
-from collapipe_flwr.simulation.models import ModelShape
+from collapipe_flwr.simulation.setting import ModelShape
 from collapipe_flwr.simulation.world import EnergyBudget, World, make_world, mixed_devices
 
 MODEL = ModelShape(blocks=4, decoder_blocks=4, width=64, tokens=16).profile()

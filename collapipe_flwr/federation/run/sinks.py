@@ -16,8 +16,7 @@ from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.federation.round import RoundRecord
 from collapipe_flwr.reporting.events import RoundEvent, cluster_json
 from collapipe_flwr.reporting.run_directory import run_id_of
-from collapipe_flwr.reporting.scalars import Scalar, scalars
-from collapipe_flwr.reporting.sinks import KINDS, Feeder, WatchedRun, check_sinks
+from collapipe_flwr.reporting.sinks import KINDS, Feeder, Scalar, WatchedRun, check_sinks, scalars
 
 log = logging.getLogger("flwr.collapipe")
 _LAST_S = 60.0  # for all sinks to take what is left
