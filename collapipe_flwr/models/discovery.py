@@ -8,14 +8,13 @@ why not.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -23,7 +22,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, pytorch_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -31,8 +29,7 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.families import FAMILIES, Family, base_path, stack_path
 from collapipe_flwr.models.foreign_errors import UNFIT, explain_unfit
-from collapipe_flwr.models.module_call import arguments_of, hidden_of
-from collapipe_flwr.models.random_functions import RANDOM
+from collapipe_flwr.models.module_call import arguments_of
 from collapipe_flwr.models.skeleton import (
     build_skeleton,
     make_example_inputs,
@@ -42,6 +39,7 @@ from collapipe_flwr.models.skeleton import (
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.stack import disable_cache
 from collapipe_flwr.models.tasks import TASKS, auto_class, is_transformers_class
+from collapipe_flwr.models.trace import Trace
 
 ON_VALUES = "what it computes depends on values, not only on shapes"
 VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -80,13 +78,7 @@ class _ValueFreeMode(TorchFunctionMode):
     is any layerdrop, which has no exact cut, and some versions of transformers compare it with 0.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         if func is torch._grouped_mm:
             tokens, experts, *_ = args
@@ -94,46 +86,6 @@ class _ValueFreeMode(TorchFunctionMode):
         if func is torch.rand and args == ([],):
             return torch.tensor(0.0)
         return func(*args, **(kwargs or {}))
-
-
-class _DrawnMarker(TorchFunctionMode):
-    """A mode in which tensors that are drawn at random want gradients, as learned ones do.
-
-    What blocks read besides hidden states may be neither: every machine would draw its own.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        del types
-        given = kwargs or {}
-        found = func(*args, **given)
-        share = given.get("p", args[1] if len(args) > 1 else 1) if "dropout" in func.__name__ else 1
-        drawn = func in RANDOM and share != 0 and isinstance(found, Tensor)
-        if not (drawn and found.is_floating_point() and found.dim()):  # numbers decide on skipping
-            return found
-        return found if found.requires_grad else found.detach().requires_grad_().clone()
-
-
-@dataclass(slots=True)
-class _Trace:
-    """Records of the pass: modules ahead of block 0, block arguments and results.
-
-    ``output`` is the stack's, computed from a detached result of the last block.
-    """
-
-    before: list[str] = field(default_factory=list)
-    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    results: list[Any] = field(default_factory=list)
-    output: Any = None
-
-    def note_before(self, name: str, *_: object) -> None:
-        if not self.arguments and name not in self.before:
-            self.before.append(name)
 
 
 @lru_cache(maxsize=64)
@@ -145,23 +97,20 @@ def discover_family(spec: ModelSpec) -> Family:
         blocks_path = _find_block_list(model, spec, decodes=decodes)
         stack_path, stack = _find_stack(model, blocks_path)
         blocks = blocks_path[len(stack_path) :].lstrip(".")
-        trace = _run(stack, blocks, spec)
-        _check_end(trace, stack, blocks, spec)
-    _check_chain(trace, spec)
+        trace = _trace(stack, blocks, spec)
     config = read_config(spec)  # a model may have that of its text part instead
     others = [task for task in TASKS if task != "seq2seq" and auto_class(task, config)]
-    first = trace.results[0]
     return Family(
         model_types=(spec.model_type,),
         blocks=blocks,
-        before=tuple(trace.before),
+        before=tuple(_find_outermost(stack, blocks, trace.ahead)),
         inputs=None,
         tasks=("seq2seq",) if decodes else tuple(sorted(others)),
         stack=stack_path[len(base_path(model)) :].lstrip("."),
         input_name=stack.main_input_name,
         entry="pixel_values" if stack.main_input_name == "pixel_values" else "inputs_embeds",
         decodes=decodes,
-        block_results=0 if isinstance(first, Tensor) else len(first),
+        block_results=trace.results,
     )
 
 
@@ -209,16 +158,8 @@ def _find_stack(model: PreTrainedModel, blocks_path: str) -> tuple[str, PreTrain
     )
 
 
-def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
-    trace = _Trace()
-    blocks: Any = stack.get_submodule(blocks_path)
-    _watch_before(stack, blocks_path, trace)
-    for block in blocks:
-        block.register_forward_pre_hook(
-            lambda _, args, kwargs: trace.arguments.append((args, kwargs)), with_kwargs=True
-        )
-        block.register_forward_hook(lambda _, __, result: trace.results.append(result))
-    blocks[-1].register_forward_hook(lambda _, __, result: _detach(result))
+def _trace(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> Trace:
+    """Watch one pass of the stack; raises ModelError if no cut is exact."""
     inputs = make_example_inputs(stack.config, stack.main_input_name, _LENGTH, _EXAMPLES)
     for name in arguments_of(stack, needed=True):
         if name not in inputs:
@@ -228,69 +169,32 @@ def _run(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> _Trace:
                 "give SplitModel a module of your own around it, with an example",
             )
     try:
-        with _DrawnMarker():
-            trace.output = stack(**inputs, **disable_cache(stack))
+        trace = Trace(stack, blocks_path, inputs, rebuilt_arguments=True)
+        with trace.watch():
+            stack(**inputs, **disable_cache(stack))
     except VALUES_ASKED as cause:
         raise refusal(spec, ON_VALUES) from cause
+    except ModelError as cause:
+        raise refusal(spec, str(cause)) from cause
     except UNFIT as cause:
         reason = explain_unfit(cause, stack.config)
         raise refusal(spec, f"transformers cannot run it on shapes alone, {reason}") from cause
-    if len(trace.results) != len(blocks):
-        raise refusal(
-            spec, f"its {len(blocks)} blocks ran {len(trace.results)} times instead of once each"
-        )
+    if trace.calls[0][0].shape[0] != _EXAMPLES:
+        raise refusal(spec, "the hidden states that its blocks read do not begin with examples")
+    if both := sorted(trace.ahead & trace.behind):
+        raise refusal(spec, f"{both[0]!r} is read both before and behind its blocks")
     return trace
 
 
-def _watch_before(stack: nn.Module, blocks_path: str, trace: _Trace) -> None:
-    """Record the outermost modules with parameters that run ahead of block 0."""
-    for name, module in stack.named_modules():
+def _find_outermost(stack: nn.Module, blocks_path: str, keys: Iterable[str]) -> Iterator[str]:
+    """Yield the outermost modules beside the block list that hold any of these keys."""
+    for name, _ in stack.named_modules():
         if not name or is_within(blocks_path, [name]) or is_within(name, [blocks_path]):
             continue
         parent = name.rpartition(".")[0]
         outermost = not parent or is_within(blocks_path, [parent])
-        if outermost and next(module.parameters(), None) is not None:
-            module.register_forward_pre_hook(partial(trace.note_before, name))
-
-
-def _check_chain(trace: _Trace, spec: ModelSpec) -> None:
-    """Raise ModelError unless hidden states alone connect the blocks, and nothing changes them."""
-    for index, (args, kwargs) in enumerate(trace.arguments):
-        if not args or not isinstance(args[0], Tensor):
-            raise refusal(spec, f"block {index} does not take hidden states first")
-        if args[0].shape[0] != _EXAMPLES:
-            raise refusal(spec, "the hidden states that its blocks read do not begin with examples")
-        if index and args[0] is not hidden_of(trace.results[index - 1]):
-            raise refusal(spec, f"something happens between its blocks {index - 1} and {index}")
-        if args[0].shape != trace.arguments[0][0][0].shape:
-            raise refusal(spec, f"its block {index - 1} changes the shape of hidden states")
-        others = {**{f"argument {i}": arg for i, arg in enumerate(args[1:], 1)}, **kwargs}
-        own = [
-            name
-            for name, value in others.items()
-            if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(value))
-        ]
-        if own:
-            raise refusal(
-                spec,
-                f"block {index} reads {own[0]!r} besides hidden states, which is learned or drawn "
-                "at random: other machines would have another",
-            )
-
-
-def _check_end(trace: _Trace, stack: nn.Module, blocks: str, spec: ModelSpec) -> None:
-    """Raise ModelError if anything learned ahead of the last block's result is read behind it."""
-    ahead = [stack.get_submodule(name) for name in (*trace.before, blocks)]
-    learned = [parameter for module in ahead for parameter in module.parameters()]
-    read = torch.autograd.grad(hidden_of(trace.output).sum(), learned, allow_unused=True)
-    if any(gradient is not None for gradient in read):
-        raise refusal(spec, "what stands behind its blocks reads more than the last one's result")
-
-
-def _detach(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        return result.detach().requires_grad_()
-    return (_detach(result[0]), *result[1:])
+        if outermost and any(is_within(key, [name]) for key in keys):
+            yield name
 
 
 def refusal(spec: ModelSpec, reason: str) -> ModelError:

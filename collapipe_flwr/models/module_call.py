@@ -66,13 +66,7 @@ class InputTracker(TorchFunctionMode):
         """Return whether any tensor among ``values`` was computed from the input."""
         return any(isinstance(v, Tensor) and v in self._computed for v in tree_leaves(values))
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         given = dict(kwargs or {})
         found = func(*args, **given)

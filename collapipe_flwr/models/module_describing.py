@@ -14,10 +14,10 @@ from collapipe_flwr.models.foreign_errors import translate_errors
 from collapipe_flwr.models.layout import block_index, block_names, group_tensors
 from collapipe_flwr.models.likeness import refuse_unlike
 from collapipe_flwr.models.module_call import names_in
-from collapipe_flwr.models.module_trace import ModuleTrace, trace_module
 from collapipe_flwr.models.part import normalises_batches
 from collapipe_flwr.models.skeleton import build_module
 from collapipe_flwr.models.spec import ModuleSpec
+from collapipe_flwr.models.trace import Trace, trace_module
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 _BUILT_SO = (
@@ -156,7 +156,7 @@ def _find_owners(
     model: nn.Module,
     keys: Mapping[str, tuple[str, ...]],
     names: Sequence[str],
-    trace: ModuleTrace,
+    trace: Trace,
     embed: Sequence[str],
     head: Sequence[str],
 ) -> dict[str, set[str]]:
@@ -181,7 +181,7 @@ def _find_owners(
     return found
 
 
-def _ids_of(model: nn.Module, key: str, paths: Sequence[str], trace: ModuleTrace) -> str:
+def _ids_of(model: nn.Module, key: str, paths: Sequence[str], trace: Trace) -> str:
     """Return the input that holds the row numbers of a table that is read on both sides."""
     holders = [model.get_submodule(path.rpartition(".")[0]) for path in paths]
     found = trace.ids_of.get(key, {None})

@@ -6,7 +6,7 @@ turn. What is drawn otherwise is not the same for every cut, nor when a block is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -59,13 +59,7 @@ class RandomDetector(TorchFunctionMode):
         super().__init__()
         self.runs_one = False
 
-    def __torch_function__(
-        self,
-        func: Function,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         self.runs_one = func in RANDOM
         try:
@@ -104,13 +98,7 @@ class _Alike(TorchFunctionMode):
         super().__init__()
         self._ran = 0
 
-    def __torch_function__(
-        self,
-        func: Function,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         given = dict(kwargs or {})
         if func not in RANDOM:

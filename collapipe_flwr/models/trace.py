@@ -1,15 +1,16 @@
-"""Where a torch module may be cut: one forward pass in training mode, every operation watched.
+"""Where a model may be cut: one forward pass, every operation watched.
 
 A cut is sound if a block reads nothing of the model but its own tensors, the hidden states of the
-block before it, and arguments that are the same for all blocks; and if the head behind the
-blocks reads the last hidden states, its own tensors, and otherwise only inputs of the batch. The
-trace proves that, or finds the reason why not.
+block before it, and arguments; and if the head behind the blocks reads the last hidden states, its
+own tensors, and otherwise only inputs of the batch. The trace proves that, or finds the reason why
+not. It needs no values, so the model's tensors may be fake.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,32 +34,27 @@ from collapipe_flwr.models.random_functions import RandomDetector
 _AHEAD, _BETWEEN, _BEHIND = -1, -2, -3  # where the pass is, or the number of a block
 _ASKS_VALUES = ("_local_scalar_dense", "is_nonzero", "equal")
 _READS_SHAPE = ("_like", "new_")  # in names of operations that read no values
-Label = tuple[str, str]  # "input" | "owned" | "block", and its name
+Label = tuple[str, str]  # "input" | "owned" | "drawn" | "block", and its name
 
 
 def trace_module(
     model: nn.Module, blocks: str, inputs: Sequence[str], batch: Mapping[str, Tensor]
-) -> ModuleTrace:
-    """Watch one forward pass in training mode; raises ModelError if no cut is exact.
+) -> Trace:
+    """Watch one forward pass of a torch module in training mode.
 
-    ``model`` is of no further use: its buffers change, and its blocks keep their hooks.
+    ``model`` is of no further use: its buffers change, and its blocks keep their hooks. Raises
+    ModelError if no cut is exact.
     """
     batch = {name: tensor.clone() for name, tensor in batch.items()}  # apart, not views of one
-    trace = ModuleTrace(model, blocks, {name: batch[name] for name in inputs if name in batch})
+    trace = Trace(model, blocks, {name: batch[name] for name in inputs if name in batch})
     model.train()
     before = {key: buffer.clone() for key, buffer in model.named_buffers()}
     with (
         translate_errors("it cannot read the example"),
         torch.random.fork_rng(devices=()),
-        torch.no_grad(),
-        trace,
-        trace.detector,
+        trace.watch(),
     ):
         call(model, inputs, batch)
-    if len(trace.calls) != len(trace.blocks):
-        raise ModelError(
-            f"its {len(trace.blocks)} blocks ran {len(trace.calls)} times, not once each"
-        )
     saved = group_tensors(model)
     trace.updated = tuple(
         key
@@ -68,16 +64,27 @@ def trace_module(
     return trace
 
 
-class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A record of which parameters, inputs and blocks each tensor of a forward pass comes from.
 
     ``ahead`` and ``behind`` are the keys read there, ``ids_of`` the inputs that tables ahead are
     looked up with (None: something else), ``tail`` the inputs that are read behind the blocks.
     ``template`` and ``results`` say how blocks are called and how long the tuple is that they
     return, ``updated`` which buffers changed, ``drops`` whether random numbers were drawn.
+
+    Arguments of blocks travel with the hidden states, so they must be alike for all blocks. With
+    ``rebuilt_arguments`` every device makes its own: they may differ from block to block, but may
+    not be drawn at random.
     """
 
-    def __init__(self, model: nn.Module, blocks: str, inputs: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: str,
+        inputs: Mapping[str, Tensor],
+        *,
+        rebuilt_arguments: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ahead = set[str]()
         self.behind = set[str]()
@@ -87,7 +94,8 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.results = 0
         self.updated: tuple[str, ...] = ()
         self.drops = False
-        self.detector = RandomDetector()
+        self._detector = RandomDetector()
+        self._rebuilt = rebuilt_arguments
         self.blocks = blocks_of(model, blocks)
         self._names = block_names(model, blocks)
         self._place = _AHEAD
@@ -107,36 +115,45 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._labels[at] = frozenset({("owned", key)})
         self._early: set[int] = set()  # storages from before the last block's end
         self._open: set[int] = set()  # storages that the running block may read
+        self._closed: dict[int, str] = {}  # those that it may not read, and why
         for index, block in enumerate(self.blocks):
             begin, end = partial(self._begin, index), partial(self._end, index)
             block.register_forward_pre_hook(begin, with_kwargs=True)
             block.register_forward_hook(end)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Watch the forward pass in the body; raises ModelError if no cut is exact."""
+        with torch.no_grad(), self, self._detector:
+            yield
+        if len(self.calls) != len(self.blocks):
+            raise ModelError(
+                f"its {len(self.blocks)} blocks ran {len(self.calls)} times instead of once each"
+            )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        read = _tensors_in((args, kwargs))
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        labels = frozenset[Label]()
+        if not any(word in name for word in _READS_SHAPE):
+            labels = labels.union(*(self._labels.get(_storage(tensor), ()) for tensor in read))
+            self._judge(name, read, labels)
         if _draws(func, args, kwargs or {}):
             self._note_drawn(name)
-        if any(word in name for word in _READS_SHAPE):
-            return result
-        labels = frozenset[Label]().union(*(self._labels.get(_storage(t), ()) for t in read))
-        self._judge(name, read, labels)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._alive.append(leaf)
-                at = _storage(leaf)
-                self._labels[at] = self._labels.get(at, frozenset()) | labels
-                if self._place >= 0:
-                    self._open.add(at)
+            labels |= {("drawn", name)} if self._rebuilt else set()
+        for leaf in _tensors_in(result):
+            self._alive.append(leaf)
+            at = _storage(leaf)
+            self._labels[at] = self._labels.get(at, frozenset()) | labels
+            if self._place >= 0:
+                self._open.add(at)
         return result
 
     def _note_drawn(self, name: str) -> None:
         self.drops = True
-        if not self.detector.runs_one:
+        if not (self._detector.runs_one or self._rebuilt):
             raise ModelError(
                 f"its forward draws random numbers ({name}) that cannot be seeded, so another cut "
                 "would draw others: call torch.rand, torch.randn or a dropout layer"
@@ -158,6 +175,10 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_read(self, at: int) -> None:
         if self._place >= 0 and at in self._open:
             return
+        if self._place >= 0 and at in self._closed:
+            raise ModelError(
+                f"block {self._place} reads {self._closed[at]}: other machines would have another"
+            )
         key = self._owned.get(at)
         if key is not None:
             self._note_owned(key)
@@ -196,32 +217,40 @@ class ModuleTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         hidden, others = split_arguments(block, args, kwargs)
         if index != len(self.calls):
-            raise ModelError(f"its block {index} is called out of turn, or more than once")
+            raise ModelError(f"its block {index} runs out of turn, or more than once")
         if index and hidden is not self._hidden:
             raise ModelError(f"something happens between its blocks {index - 1} and {index}")
+        if not self._rebuilt:
+            self._compare_arguments(index, others)
+        self._open = {_storage(tensor) for tensor in _tensors_in((hidden, others))}
+        self._closed = {
+            _storage(tensor): f"{name!r} besides hidden states, which is {why}"
+            for name, value in others.items()
+            for tensor in _tensors_in(value)
+            if (why := self._explain_closed(tensor))
+        }
+        self._open -= self._closed.keys() - {_storage(hidden)}
+        self.calls.append((hidden, others))
+        self._place = index
+
+    def _compare_arguments(self, index: int, others: Mapping[str, Any]) -> None:
         if index == 0:
             self.template = describe(others)
         ours, theirs = tree_leaves(others), tree_leaves(self.calls[0][1] if index else others)
         if describe(others) != self.template or not all(map(_same, ours, theirs)):
             raise ModelError(f"block {index} is called with other arguments than block 0")
-        tensors = [leaf for leaf in tree_leaves(others) if isinstance(leaf, Tensor)]
-        for tensor in tensors:
-            self._check_argument(tensor)
-        self.calls.append((hidden, others))
-        self._open = {_storage(tensor) for tensor in (hidden, *tensors)}
-        self._place = index
 
-    def _check_argument(self, tensor: Tensor) -> None:
-        """Raise ModelError for learned tensors; buffers such as a causal mask may be passed on."""
+    def _explain_closed(self, tensor: Tensor) -> str:
+        """Say why an argument cannot be passed on; empty for one that can, as a causal mask."""
         at = _storage(tensor)
-        read = {name for kind, name in self._labels.get(at, ()) if kind == "owned"}
-        if learned := sorted(read & self._learned):
-            raise ModelError(
-                f"blocks read a tensor made from {learned[0]!r} besides hidden states, "
-                "which is learned on another machine"
-            )
-        if at in self._owned:
+        if at in self._owned and self._owned[at] not in self._learned:
             self._note_owned(self._owned[at])
+        for kind, name in sorted(self._labels.get(at, ())):
+            if kind == "owned" and name in self._learned:
+                return f"learned ({name!r})"
+            if kind == "drawn":
+                return f"drawn at random ({name})"
+        return ""
 
     def _end(self, index: int, _: nn.Module, __: Any, result: Any) -> None:
         hidden: Any = hidden_of(result)
@@ -266,6 +295,10 @@ def _makes_mask() -> bool:
     return False
 
 
+def _tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
 def _storage(tensor: Tensor) -> int:
     at: int = tensor.untyped_storage()._cdata
     return at
@@ -280,10 +313,11 @@ def _same(left: Any, right: Any) -> bool:
 
 def _source(labels: Iterable[Label]) -> str:
     """Say where a tensor comes from: the last block, else a parameter, else an input."""
-    order = ("block", "owned", "input")
+    order = ("block", "owned", "drawn", "input")
     kind, name = min(labels, key=lambda label: (order.index(label[0]), label[1]))
     return {
         "block": f"the result of block {name}",
         "owned": f"a tensor made from {name!r}",
+        "drawn": f"random numbers ({name})",
         "input": f"the input {name!r}",
     }[kind]
