@@ -14,7 +14,13 @@ from collapipe_flwr.core.errors import ConfigError, prefix_errors
 from collapipe_flwr.core.json_codec import to_json, to_plain
 from collapipe_flwr.core.keys import check as check_value
 from collapipe_flwr.core.links import host_and_port, with_port
-from collapipe_flwr.membership.systemd import Manager, Service, check_manager, install, lingers
+from collapipe_flwr.membership.systemd import (
+    Manager,
+    Service,
+    check_manager,
+    enable_lingering,
+    install,
+)
 
 if TYPE_CHECKING:
     from collapipe_flwr.config.cluster_file import ClusterConfig
@@ -89,7 +95,7 @@ def init(
     run it on any machine that stays, as that of the first of several clusters.
     """
     from collapipe_flwr.config.cluster_file import MEMBER_NAME, MemberConfig, Role
-    from collapipe_flwr.membership.newcomer import PORTS, kind_here, measured
+    from collapipe_flwr.membership.newcomer import PORTS, detect_kind, measure_machine
     from collapipe_flwr.membership.registry import Registry, default_folder
 
     check_value("NAME", name, MEMBER_NAME)
@@ -103,20 +109,20 @@ def init(
         check_manager(service, registry.folder)
     if (found := registry.clusters().get(name)) is not None:
         _refuse_other_addresses(found, address, edge_address)
-        address = _joined_at(found)
-    at = with_port(address or _found_host(), PORTS[Role.CONTROL_UNIT])
+        address = found.joining_address
+    at = with_port(address or _find_host(), PORTS[Role.CONTROL_UNIT])
     host = at.rpartition(":")[0]
-    unit = MemberConfig(name=f"cu-{name}", address=at, kind=kind_here() or MemberConfig().kind)
+    unit = MemberConfig(name=f"cu-{name}", address=at, kind=detect_kind() or MemberConfig().kind)
     others = frozenset(Role[each.name.upper()] for each in elsewhere or ())
-    with registry.changing():
+    with registry.lock():
         config = registry.create(name, unit, edge_address or f"{host}:{PORTS[Role.EDGE]}", others)
-    from collapipe_flwr.membership.figures import figures_of, note_figures
+    from collapipe_flwr.membership.figures import note_figures, read_figures
 
-    known = figures_of(config).of(config.control_unit.name)
+    known = read_figures(config).of(config.control_unit.name)
     if measure and not config.joining and known.speed_flop_per_s is None:
         typer.echo("measuring this machine", err=True)
-        figures = measured(config.control_unit.name)
-        with registry.changing():
+        figures = measure_machine(config.control_unit.name)
+        with registry.lock():
             note_figures(config, [figures])
     typer.echo(f"cluster {config.id}: {config.path}")
     _print_token(registry, config, TokenRole.device, members, minutes)
@@ -154,7 +160,7 @@ def serve(
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     stay(
-        _kept(folder),
+        _open_kept(folder),
         lambda text: typer.echo(text),
         listen=listen,
         edge=edge,
@@ -171,7 +177,7 @@ def token(
     folder: Kept = None,
 ) -> None:
     """Print another token; run it where the cluster was made."""
-    registry = _kept(folder, cluster)
+    registry = _open_kept(folder, cluster)
     _print_token(registry, registry.cluster(cluster), role, members, minutes)
 
 
@@ -186,15 +192,15 @@ def status(
     On a terminal, a table that is updated until Ctrl-C; elsewhere, plain lines. Exit code 1 if a
     member is away or does not have the newest roster yet.
     """
-    from collapipe_flwr.membership.members import cluster_status
+    from collapipe_flwr.membership.members import ask_cluster
     from collapipe_flwr.reporting.output import terminal
     from collapipe_flwr.reporting.tables import follow, status_lines, status_table
 
-    registry, console = _kept(folder, cluster), terminal()
+    registry, console = _open_kept(folder, cluster), terminal()
 
     def look() -> ClusterStatus:
         registry.void_expired()
-        return cluster_status(registry.cluster(cluster))
+        return ask_cluster(registry.cluster(cluster))
 
     found = look()
     if as_json:
@@ -218,18 +224,18 @@ def remove(
     All members that can be reached refuse its certificate from now on and end its calls, and its
     daemon ends. `collapipe cluster serve` tells the others when they are back.
     """
-    from collapipe_flwr.membership.members import listeners, send_rosters
+    from collapipe_flwr.membership.members import list_callable, send_rosters
 
-    registry = _kept(folder, cluster)
-    with registry.changing():
+    registry = _open_kept(folder, cluster)
+    with registry.lock():
         before = registry.clusters()
         registry.remove(registry.cluster(cluster), member)
         changed = [c for c in registry.clusters().values() if c.version != before[c.id].version]
         rosters = [registry.roster(config) for config in changed]
     faults: dict[str, str] = {}
     for config, roster in zip(changed, rosters, strict=True):
-        gone = [each for each in listeners(before[config.id]) if each.name == member]
-        faults |= send_rosters(config, (*listeners(config), *gone), roster)
+        gone = [each for each in list_callable(before[config.id]) if each.name == member]
+        faults |= send_rosters(config, (*list_callable(config), *gone), roster)
         typer.echo(f"{member} is no member of {config.id} any more")
     for name, fault in faults.items():
         if fault and name != member:
@@ -269,7 +275,7 @@ def check(
         measured_ways,
         with_earlier,
     )
-    from collapipe_flwr.membership.figures import figures_of
+    from collapipe_flwr.membership.figures import read_figures
     from collapipe_flwr.reporting.tables import show_measurements
 
     settings = CheckSettings(block=block, deadline_s=deadline_s, most_links=most_links)
@@ -278,7 +284,7 @@ def check(
         found = check_cluster(config, settings, on_done)
     show_measurements(found, terminal())
     if found.busy and json_file is not None:
-        found = with_earlier(found, figures_of(config))
+        found = with_earlier(found, read_figures(config))
     write_json(json_file, to_plain(found))
     raise typer.Exit(1 if found.faults else 0)
 
@@ -288,15 +294,10 @@ for command in (init, serve, token, status, remove, check):
     clusters.command()(command)
 
 
-def _kept(folder: Path | None, cluster: str = "") -> Registry:
-    from collapipe_flwr.membership.registry import registry_of
+def _open_kept(folder: Path | None, cluster: str = "") -> Registry:
+    from collapipe_flwr.membership.registry import open_registry
 
-    return registry_of(folder, cluster)
-
-
-def _joined_at(config: ClusterConfig) -> str:
-    """Return the address at which newcomers ask to join."""
-    return config.joining or config.control_unit.address
+    return open_registry(folder, cluster)
 
 
 def _refuse_other_addresses(known: ClusterConfig, address: str, edge_address: str) -> None:
@@ -306,7 +307,7 @@ def _refuse_other_addresses(known: ClusterConfig, address: str, edge_address: st
 
     at = address and with_port(address, PORTS[Role.CONTROL_UNIT])
     for option, wanted, kept in (
-        ("--address", at, _joined_at(known)),
+        ("--address", at, known.joining_address),
         ("--edge-address", edge_address, known.edge.address),
     ):
         if wanted not in ("", kept):
@@ -316,11 +317,11 @@ def _refuse_other_addresses(known: ClusterConfig, address: str, edge_address: st
             )
 
 
-def _found_host() -> str:
+def _find_host() -> str:
     """Find this machine's address for boards; raises ConfigError where none leads to others."""
-    from collapipe_flwr.membership.newcomer import own_host
+    from collapipe_flwr.membership.newcomer import find_own_host
 
-    host = own_host()
+    host = find_own_host()
     if host == "127.0.0.1":
         raise ConfigError(
             "no network route tells by which address boards reach this machine: give --address "
@@ -333,11 +334,11 @@ def _print_token(
     registry: Registry, config: ClusterConfig, role: TokenRole, members: int, minutes: float
 ) -> None:
     from collapipe_flwr.config.cluster_file import Role
-    from collapipe_flwr.membership.registry import new_token
+    from collapipe_flwr.membership.registry import issue_token
 
     its = Role[role.name.upper()]
-    with registry.changing():
-        made = new_token(registry, config, its, members=members, minutes=minutes)
+    with registry.lock():
+        made = issue_token(registry, config, its, members=members, minutes=minutes)
     who = "on the board" if members == 1 else f"on each of up to {members} boards"
     where = who if role is TokenRole.device else f"on the {its.value}'s machine"
     typer.echo(f"{where}, within {minutes:g} minutes:")
@@ -349,7 +350,7 @@ def install_service(
 ) -> None:
     wanted = Service(unit=unit, folder=folder, name=name, options=options)
     path = install(wanted, manager)
-    if manager is Manager.system or lingers():
+    if manager is Manager.system or enable_lingering():
         typer.echo(f"{wanted.service} runs, and starts with this machine: {path}")
     else:
         typer.echo(f"{wanted.service} runs as long as you are logged in: {path}")

@@ -69,14 +69,14 @@ def join(
     known = parse_token(_read_token() if token == "-" else token)
     newcomer = here.Newcomer(
         folder=folder,
-        name=name or here.default_name(known.role, known.cluster_id),
+        name=name or here.choose_name(known.role, known.cluster_id),
         address=address,
         dials=dial,
-        kind=kind or here.kind_here(),
+        kind=kind or here.detect_kind(),
     )
     if again:
         here.forget(newcomer)
-    found = here.membership_of(newcomer, known.pin)
+    found = here.find_membership(newcomer, known.pin)
     if found is None:
         found = _join(known, newcomer, discover)
         typer.echo(f"{found.name} joined {found.cluster.id} as {found.role.value}")
@@ -107,9 +107,9 @@ def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
 
     unit = token.address
     if discover:
-        from collapipe_flwr.membership.discovery import found
+        from collapipe_flwr.membership.discovery import find_control_unit
 
-        unit = found(token.pin, interface=unit.rpartition(":")[0])
+        unit = find_control_unit(token.pin, interface=unit.rpartition(":")[0])
     address = ""
     if not newcomer.dials:
         address = with_port(newcomer.address or host_towards(unit), here.PORTS[token.role])
@@ -120,7 +120,7 @@ def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
 
     def measure(name: str) -> Measured:
         say("measuring this machine")
-        return here.measured(name)
+        return here.measure_machine(name)
 
     return here.join(
         token,

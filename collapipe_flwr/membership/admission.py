@@ -27,7 +27,7 @@ from collapipe_flwr.core.keys import check_keys
 from collapipe_flwr.core.texts import to_one_line
 from collapipe_flwr.core.version import version_fault
 from collapipe_flwr.membership.figures import note_figures
-from collapipe_flwr.membership.registry import Registry, hosts_of, member_in
+from collapipe_flwr.membership.registry import Registry, find_single, list_hosts
 from collapipe_flwr.membership.tokens import JoinRefused, TokenUse
 from collapipe_flwr.simulation.devices import device_preset
 from collapipe_flwr.transport import joining
@@ -61,9 +61,9 @@ def admit(
             f"the clock of {request.name} is {abs(request.unix_s - now_s) / 3600:.0f} h off "
             "the control unit's: set both (`timedatectl`)"
         )
-    with registry.changing():
+    with registry.lock():
         member = _member(request)
-        token = registry.tokens.usable(secret, use, now_s)
+        token = registry.tokens.find_usable(secret, use, now_s)
         if other := version_fault(request.name, request.version, "the control unit"):
             raise JoinRefused(other)
         config = registry.cluster(token.cluster_id)
@@ -73,7 +73,7 @@ def admit(
             certificate = _kept_certificate(registry, config, token.role, member, key)
             if request.only_asks:
                 return None
-            hosts = hosts_of(member, token.role)
+            hosts = list_hosts(member, token.role)
             certificate = certificate or registry.certify(member.name, hosts, key)
             registry.tokens.redeem(token, use)  # not where the member is refused
             member = replace(member, fingerprint=fingerprint(certificate))
@@ -140,7 +140,7 @@ def _kept_certificate(
     Raises JoinRefused if another member has the name, the role or the address.
     """
     before, key_bytes = _registered(config, role, member.name), joining.public_bytes(key)
-    kept = registry.certified(member.name)
+    kept = registry.read_certificate(member.name)
     if before is not None and before.fingerprint:
         if kept is None or joining.key_in_certificate(kept) != key_bytes:
             raise JoinRefused(
@@ -165,7 +165,7 @@ def _check_free(
     before = _registered(config, role, member.name)
     others = [m for c in registry.clusters().values() for m in c.members if m != before]
     if role is not Role.DEVICE:
-        there = member_in(config, role)
+        there = find_single(config, role)
         others = [m for m in others if m.name != there.name]
         if there.fingerprint and there.name != member.name:
             raise JoinRefused(f"{config.id} has {_one(role)} already: {there.name}")
@@ -221,7 +221,7 @@ class JoiningService(Server):
     ) -> None:
         self._registry, self._on_joined = registry, on_joined
         self._attempts = JoinAttempts()
-        with registry.changing():
+        with registry.lock():
             files = registry.service_files()
         super().__init__(
             listen,

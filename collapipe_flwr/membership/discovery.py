@@ -22,10 +22,10 @@ _ASK_MS = 1000  # for the address of a service that was announced
 
 
 @contextmanager
-def announced(config: ClusterConfig, address: str, pin: bytes) -> Iterator[None]:
+def announce(config: ClusterConfig, address: str, pin: bytes) -> Iterator[None]:
     """Announce a joining service during the body; raises ConfigError without zeroconf."""
     host, _, port = address.rpartition(":")
-    with _zeroconf(host) as network:
+    with _open_zeroconf(host) as network:
         from zeroconf import ServiceInfo
 
         network.register_service(
@@ -41,16 +41,16 @@ def announced(config: ClusterConfig, address: str, pin: bytes) -> Iterator[None]
         yield
 
 
-def found(pin: bytes, *, interface: str = "", deadline_s: float = FIND_S) -> str:
+def find_control_unit(pin: bytes, *, interface: str = "", deadline_s: float = FIND_S) -> str:
     """Find HOST:PORT of the joining service of that CA; raises LinkError if none is announced."""
     heard: SimpleQueue[str] = SimpleQueue()
 
     def look(zeroconf: Any, service_type: str, name: str, state_change: Any) -> None:
         del state_change
-        for place in _answered(zeroconf, service_type, name, pin):
+        for place in _look_up(zeroconf, service_type, name, pin):
             heard.put(place)
 
-    with _zeroconf(interface) as network:
+    with _open_zeroconf(interface) as network:
         from zeroconf import ServiceBrowser
 
         ServiceBrowser(network, _TYPE, handlers=[look])
@@ -63,7 +63,7 @@ def found(pin: bytes, *, interface: str = "", deadline_s: float = FIND_S) -> str
             ) from error
 
 
-def _answered(network: Any, service_type: str, name: str, pin: bytes) -> list[str]:
+def _look_up(network: Any, service_type: str, name: str, pin: bytes) -> list[str]:
     """Look up where a service of this CA is; others are not looked up, which would take time.
 
     Anybody may announce anything, and an error here would end the search.
@@ -73,11 +73,11 @@ def _answered(network: Any, service_type: str, name: str, pin: bytes) -> list[st
     if not name.endswith(f"-{pin.hex()[:_PIN_DIGITS]}.{_TYPE}"):
         return []
     with suppress(Error, ValueError):
-        return _places(network.get_service_info(service_type, name, timeout=_ASK_MS), pin)
+        return _read_addresses(network.get_service_info(service_type, name, timeout=_ASK_MS), pin)
     return []
 
 
-def _places(info: Any, pin: bytes) -> list[str]:
+def _read_addresses(info: Any, pin: bytes) -> list[str]:
     """Read the addresses in an announcement, which anybody may make; none for another CA's."""
     if info is None or info.properties.get(b"pin") != pin.hex()[:_PIN_DIGITS].encode():
         return []
@@ -86,7 +86,7 @@ def _places(info: Any, pin: bytes) -> list[str]:
 
 
 @contextmanager
-def _zeroconf(host: str) -> Iterator[Any]:
+def _open_zeroconf(host: str) -> Iterator[Any]:
     """Open zeroconf on loopback if ``host`` is there, else on all interfaces."""
     with extra("discovery"):
         from zeroconf import InterfaceChoice, Zeroconf

@@ -13,7 +13,7 @@ from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.transport.roster import Roster
 
 
-def figures_of(config: ClusterConfig) -> Measurements:
+def read_figures(config: ClusterConfig) -> Measurements:
     """Read the figures of a cluster; raises ConfigError for a file that cannot be read."""
     if config.measured is None or not config.measured.exists():
         return Measurements(cluster_id=config.id, members=())
@@ -23,7 +23,7 @@ def figures_of(config: ClusterConfig) -> Measurements:
 def note_figures(config: ClusterConfig, found: Iterable[Measured]) -> None:
     """Replace the figures of these members, until a check measures again."""
     assert config.measured is not None
-    before, new = figures_of(config), {member.name: member for member in found}
+    before, new = read_figures(config), {member.name: member for member in found}
     others = (member for member in before.members if member.name not in new)
     after = replace(before, members=(*others, *new.values()))
     if after != before or not config.measured.exists():
@@ -41,6 +41,6 @@ def add_figures(config: ClusterConfig, roster: Roster) -> None:
         brought = from_json(Measurements, roster.figures, "figures")
     except ProtocolError as error:
         raise ProtocolError(f"the roster came with figures that are none: {error}") from error
-    known = {member.name: member.address for member in figures_of(config).members}
+    known = {member.name: member.address for member in read_figures(config).members}
     new = (m for m in brought.members if known.get(m.name, m.address + "?") not in ("", m.address))
     note_figures(config, new)

@@ -18,7 +18,7 @@ from collapipe_flwr.cluster.profile import Measurements
 from collapipe_flwr.config.access_control import SERVICE_NAME
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, Role
 from collapipe_flwr.core.errors import CollaPipeError, LinkError
-from collapipe_flwr.membership.figures import figures_of
+from collapipe_flwr.membership.figures import read_figures
 from collapipe_flwr.membership.registry import Registry
 from collapipe_flwr.transport.connection import Connection
 from collapipe_flwr.transport.methods import STATUS, HostStatus
@@ -35,7 +35,7 @@ READY, STOPPING, AWAY, EXPECTED = "ready", "stopping", "away", "has not joined"
 BEHIND = "behind"  # it has an older roster, for another moment
 
 
-def listeners(config: ClusterConfig) -> tuple[MemberConfig, ...]:
+def list_callable(config: ClusterConfig) -> tuple[MemberConfig, ...]:
     """List the members that have joined and can be called."""
     members = (
         *config.devices,
@@ -45,10 +45,12 @@ def listeners(config: ClusterConfig) -> tuple[MemberConfig, ...]:
     return tuple(m for m in members if m.address and m.fingerprint)
 
 
-def connection_to(
+def connect_to(
     config: ClusterConfig, member: MemberConfig, deadline_s: float, *, as_registrar: bool = False
 ) -> Connection:
-    """To a member, with the control unit's certificate or the registrar's, whose key is here.
+    """Connect to a member, with the control unit's certificate or the registrar's.
+
+    The first is taken whose key is here.
 
     A member knows the registrar before it knows the control unit of another cluster.
     """
@@ -87,7 +89,7 @@ def send_rosters(
 
 def _send(config: ClusterConfig, member: MemberConfig, roster: Roster) -> str:
     try:
-        with connection_to(config, member, _ROSTER_S, as_registrar=True) as connection:
+        with connect_to(config, member, _ROSTER_S, as_registrar=True) as connection:
             version = send_roster(connection, roster)
     except LinkError as error:
         return str(error)
@@ -125,12 +127,12 @@ class RosterSender:
         self._registry.void_expired()
         if self._clock() >= self._renew_from_s:
             self._renew_from_s = self._clock() + _RENEW_S
-            with self._registry.changing():
+            with self._registry.lock():
                 told = self._registry.renew(datetime.now(UTC))
             for sentence in told:
                 _log.warning("%s", sentence)
         for config in self._registry.clusters().values():
-            members = {(config.id, m.name, m.fingerprint): m for m in listeners(config)}
+            members = {(config.id, m.name, m.fingerprint): m for m in list_callable(config)}
             due = [
                 key
                 for key in members
@@ -140,7 +142,7 @@ class RosterSender:
             if due:
                 roster = self._registry.roster(config)
                 faults = send_rosters(
-                    config, [members[key] for key in due], roster, self._registry.certified
+                    config, [members[key] for key in due], roster, self._registry.read_certificate
                 )
                 for key in due:
                     self._note(key, config.version, faults[members[key].name])
@@ -192,14 +194,14 @@ class ClusterStatus:
         return all(member.state == READY for member in self.members)
 
 
-def cluster_status(config: ClusterConfig) -> ClusterStatus:
+def ask_cluster(config: ClusterConfig) -> ClusterStatus:
     """Ask all at once: devices, edge, and a control unit on another machine than the CA."""
     members = [(device, Role.DEVICE) for device in config.devices]
     machines = config.edge_machines
     members += [(edge, Role.EDGE) for edge in machines if edge.address or config.version]
     if config.joining:
         members.append((config.control_unit, Role.CONTROL_UNIT))
-    known = figures_of(config)
+    known = read_figures(config)
     with ThreadPoolExecutor(_STATUS_AT_ONCE, thread_name_prefix="status") as pool:
         found = tuple(pool.map(lambda each: _status(config, known, *each), members))
     return ClusterStatus(cluster_id=config.id, version=config.version, members=found)
@@ -229,7 +231,7 @@ def _status(
     if not member.address or (config.version and not member.fingerprint):
         return status(EXPECTED)
     try:
-        with connection_to(config, member, _STATUS_S) as connection:
+        with connect_to(config, member, _STATUS_S) as connection:
             found = connection.call(STATUS, answer=HostStatus)
     except LinkError as error:
         return status(AWAY, str(error))

@@ -80,7 +80,7 @@ class Membership:
     role: Role
 
 
-def default_name(role: Role, cluster_id: str) -> str:
+def choose_name(role: Role, cluster_id: str) -> str:
     """Name a newcomer by its role, or a device by its host name in allowed characters."""
     if role is Role.CONTROL_UNIT:
         return f"cu-{cluster_id}"
@@ -90,7 +90,7 @@ def default_name(role: Role, cluster_id: str) -> str:
     return host[:63] or "board"
 
 
-def own_host() -> str:
+def find_own_host() -> str:
     """Find the address by which others reach this machine; loopback if it has no other."""
     try:
         return host_towards("192.0.2.1:9")  # RFC 5737: nobody's, so by the default route
@@ -98,20 +98,20 @@ def own_host() -> str:
         return "127.0.0.1"
 
 
-def reachable(address: str) -> str:
-    """HOST:PORT for others of an address that is listened at, which may be all of this machine."""
+def make_reachable(address: str) -> str:
+    """Return HOST:PORT for others, where ``address`` may stand for all of this machine."""
     host, port = host_and_port(address)
-    return f"{own_host()}:{port}" if host in ("0.0.0.0", "::") else address
+    return f"{find_own_host()}:{port}" if host in ("0.0.0.0", "::") else address
 
 
-def measured(name: str) -> Measured:
+def measure_machine(name: str) -> Measured:
     """Measure the speed and free memory of this machine, as `collapipe cluster check` does."""
     from collapipe_flwr.cluster.check import CheckSettings, measure_here
 
     return measure_here(name, CheckSettings())
 
 
-def kind_here() -> str:
+def detect_kind() -> str:
     """Detect the preset of this board from its device tree; empty if it is unknown."""
     try:
         model = _BOARD.read_text(errors="replace").casefold()
@@ -120,7 +120,7 @@ def kind_here() -> str:
     return next((kind for words, kind in _KINDS.items() if words in model), "")
 
 
-def membership_of(newcomer: Newcomer, pin: bytes) -> Membership | None:
+def find_membership(newcomer: Newcomer, pin: bytes) -> Membership | None:
     """Find the membership that its files show, if any; none if its certificate has ended.
 
     Raises ConfigError if the CA is another.
@@ -176,7 +176,7 @@ def join(
     if newcomer.folder.exists():
         own_folder(newcomer.folder, "--folder")
     address = address or token.address
-    ca_pem = _pinned_ca(address, token.pin, patience_s, say)
+    ca_pem = _fetch_ca(address, token.pin, patience_s, say)
     own_folder(newcomer.folder, "--folder")
     own_folder(newcomer.ca.parent, "--folder")
     check_validity("of the control unit's CA", ca_pem, datetime.now(UTC))
@@ -209,8 +209,8 @@ def join(
     return _settle(newcomer, answer)
 
 
-def _pinned_ca(address: str, pin: bytes, patience_s: float, say: Callable[[str], object]) -> bytes:
-    """As `joining.pinned_ca`, from a control unit that may just be starting."""
+def _fetch_ca(address: str, pin: bytes, patience_s: float, say: Callable[[str], object]) -> bytes:
+    """Fetch the CA as `joining.pinned_ca` does, from a control unit that may just be starting."""
     until_s = time.monotonic() + patience_s
     told = False
     while True:

@@ -49,7 +49,7 @@ from collapipe_flwr.transport.tls import fingerprint, is_due, validity_of
 SHARED = (Role.EDGE, Role.SERVER)  # of all clusters of a folder
 _SINGLE = (Role.CONTROL_UNIT, *SHARED)
 _CERTS, _LOCK, _TOKENS = "certs", ".lock", "tokens.json"
-_changing = threading.Lock()  # the effective user is one of the whole process
+_one_change = threading.Lock()  # the effective user is one of the whole process
 _OF_THE_SYSTEM = Path("/etc/collapipe")
 DEPLOYED = _OF_THE_SYSTEM / "control-unit"  # where `collapipe deploy` keeps clusters
 
@@ -64,7 +64,7 @@ def default_folder() -> Path:
     return Path(home) / "collapipe"
 
 
-def registry_of(folder: Path | None, cluster_id: str = "") -> Registry:
+def open_registry(folder: Path | None, cluster_id: str = "") -> Registry:
     """Open the registry of ``folder``, or of the first usual folder that keeps the cluster.
 
     An empty ``cluster_id`` is any. Raises ConfigError that names the folders where none is.
@@ -101,14 +101,14 @@ class Registry:
         self.tokens = TokenBook(folder / _TOKENS)
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Lock the folder for the body; raises ConfigError where it is not ours.
 
         Tokens that have expired meanwhile become worthless.
         """
-        with _changing, ExitStack() as stack:
+        with _one_change, ExitStack() as stack:
             own_folder(self.folder, "--folder")
-            stack.enter_context(_as_owner(self.folder))
+            stack.enter_context(_act_as_owner(self.folder))
             try:
                 lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             except OSError as error:
@@ -123,7 +123,7 @@ class Registry:
         found = (read_cluster(path) for path in sorted(self.folder.glob("*.toml")))
         return {config.id: config for config in found if config.version}
 
-    def written_by_hand(self) -> tuple[ClusterConfig, ...]:
+    def read_handwritten(self) -> tuple[ClusterConfig, ...]:
         """Read the other cluster files here that have devices which dial."""
         found = (read_cluster(path) for path in sorted(self.folder.glob("*.toml")))
         return tuple(config for config in found if config.diallers and not config.version)
@@ -186,7 +186,7 @@ class Registry:
             path=path,
         )
         for role in _SINGLE:
-            config = self._settled(config, role, known, elsewhere)
+            config = self._settle(config, role, known, elsewhere)
         if config.joining:
             Authority(self.certs).member(SERVICE_NAME)
         config = self._write(config)
@@ -209,27 +209,27 @@ class Registry:
         assert config.path is not None
         write_text(self.edge_folder / config.path.name, cluster_text(config))
 
-    def _settled(
+    def _settle(
         self,
         config: ClusterConfig,
         role: Role,
         known: Mapping[str, ClusterConfig],
         elsewhere: frozenset[Role],
     ) -> ClusterConfig:
-        """With the member of a role: other clusters' too, one that will join, or a new one here."""
+        """Set a role's member: that of other clusters, one that will join, or a new one here."""
         if role in SHARED and known:
-            return _with(config, role, member_in(next(iter(known.values())), role))
-        member = member_in(config, role)
+            return _set_member(config, role, find_single(next(iter(known.values())), role))
+        member = find_single(config, role)
         if role in elsewhere:
-            return _with(config, role, replace(member, address="", fingerprint=""))
-        hosts = hosts_of(member, role)
+            return _set_member(config, role, replace(member, address="", fingerprint=""))
+        hosts = list_hosts(member, role)
         self._check_names(member.name, hosts)
         files = Authority(self.certs).member(member.name, hosts)
         assert files.certificate is not None
         shown = fingerprint(files.certificate.read_bytes())
-        return _with(config, role, replace(member, fingerprint=shown))
+        return _set_member(config, role, replace(member, fingerprint=shown))
 
-    def certified(self, name: str) -> bytes | None:
+    def read_certificate(self, name: str) -> bytes | None:
         """Read the certificate that was signed here for a member, in PEM; None without one."""
         path = self.certs / f"{name}.pem"
         return path.read_bytes() if path.exists() else None
@@ -252,14 +252,14 @@ class Registry:
                     told += self._renew_member(self.cluster(cluster_id), role, member, now)
         if is_due(self.ca.read_bytes(), now):
             told.append(f"the CA in {self.certs} {_ends(self.ca.read_bytes())}: make clusters anew")
-        if (service := self.certified(SERVICE_NAME)) is not None and is_due(service, now):
+        if (service := self.read_certificate(SERVICE_NAME)) is not None and is_due(service, now):
             self.service_files()
         return told
 
     def _renew_member(
         self, config: ClusterConfig, role: Role, member: MemberConfig, now: datetime
     ) -> list[str]:
-        pem = self.certified(member.name) if member.fingerprint else None
+        pem = self.read_certificate(member.name) if member.fingerprint else None
         if pem is None or (fingerprint(pem) == member.fingerprint and not is_due(pem, now)):
             return []
         here = (self.certs / f"{member.name}.key").exists()
@@ -269,7 +269,7 @@ class Registry:
         if fingerprint(pem) == member.fingerprint:
             key = x509.load_pem_x509_certificate(pem).public_key()
             assert isinstance(key, ec.EllipticCurvePublicKey)
-            pem = self.certify(member.name, hosts_of(member, role), key)
+            pem = self.certify(member.name, list_hosts(member, role), key)
         earlier, shown = member.fingerprint, fingerprint(pem)
         member = replace(member, fingerprint=shown, earlier_fingerprint=earlier)
         self.admit(config, role, member)
@@ -292,11 +292,11 @@ class Registry:
         Files that list it already stay as they are.
         """
         others = [c for c in self.clusters().values() if role in SHARED and c.id != config.id]
-        config, *_ = [self._listing(each, role, member) for each in (config, *others)]
+        config, *_ = [self._add(each, role, member) for each in (config, *others)]
         return config
 
-    def _listing(self, config: ClusterConfig, role: Role, member: MemberConfig) -> ClusterConfig:
-        changed = _with(config, role, member)
+    def _add(self, config: ClusterConfig, role: Role, member: MemberConfig) -> ClusterConfig:
+        changed = _set_member(config, role, member)
         return config if changed == config else self._write(changed)
 
     def remove(self, config: ClusterConfig, name: str) -> ClusterConfig:
@@ -311,25 +311,25 @@ class Registry:
                 "that joined by a token can be removed"
             )
         self.tokens.revoke(name)
-        if (pem := self.certified(name)) is not None:
+        if (pem := self.read_certificate(name)) is not None:
             removed = self.certs / f"{name}.removed"  # all of that name, one after the other
             pems = (removed.read_bytes() if removed.exists() else b"") + pem
             write_file(removed, lambda path: path.write_bytes(pems))
         if member in config.devices:
             left = tuple(device for device in config.devices if device != member)
             return self._write(replace(config, devices=left))
-        role = next(role for role in _SINGLE if member_in(config, role) == member)
+        role = next(role for role in _SINGLE if find_single(config, role) == member)
         return self.admit(config, role, replace(member, address="", fingerprint=""))
 
     def was_removed(self, name: str, key_bytes: bytes) -> bool:
-        """Whether this is a key with which a member of that name was removed."""
+        """Return whether a member of that name was removed with this key."""
         path = self.certs / f"{name}.removed"
         return path.exists() and key_bytes in keys_in_certificates(path.read_bytes())
 
     def void_expired(self) -> None:
         """Make tokens whose time is over worthless, also by a clock that is put back later."""
         if self.tokens.has_expired(time.time()):
-            with self.changing():
+            with self.lock():
                 pass
 
     def roster(self, config: ClusterConfig) -> Roster:
@@ -361,7 +361,7 @@ class Registry:
         return read_cluster(path)
 
 
-def new_token(
+def issue_token(
     registry: Registry, config: ClusterConfig, role: Role, *, members: int, minutes: float
 ) -> JoinToken:
     """Issue a token by which so many members may join in a role; call under the registry's lock.
@@ -384,7 +384,7 @@ def new_token(
 
 
 @contextmanager
-def _as_owner(folder: Path) -> Iterator[None]:
+def _act_as_owner(folder: Path) -> Iterator[None]:
     """Let root write files that the folder's owner, a service, can read."""
     found = folder.stat()
     if os.geteuid() != 0 or found.st_uid == 0:
@@ -400,12 +400,12 @@ def _as_owner(folder: Path) -> Iterator[None]:
         os.setegid(group)
 
 
-def member_in(config: ClusterConfig, role: Role) -> MemberConfig:
+def find_single(config: ClusterConfig, role: Role) -> MemberConfig:
     """Look up the member of a role that only one member has."""
     return (*config.having(role), config.edge)[0]
 
 
-def hosts_of(member: MemberConfig, role: Role = Role.DEVICE) -> tuple[str, ...]:
+def list_hosts(member: MemberConfig, role: Role = Role.DEVICE) -> tuple[str, ...]:
     """List the hosts in a certificate: a server's, which Flower's programs verify, and loopback.
 
     Members verify each other by name. A host in a newcomer's certificate is what it says of itself,
@@ -418,7 +418,7 @@ def _ends(pem: bytes) -> str:
     return f"ends on {validity_of(pem)[1]:%Y-%m-%d}"
 
 
-def _with(config: ClusterConfig, role: Role, member: MemberConfig) -> ClusterConfig:
+def _set_member(config: ClusterConfig, role: Role, member: MemberConfig) -> ClusterConfig:
     match role:
         case Role.CONTROL_UNIT:
             return replace(config, control_unit=member)

@@ -16,11 +16,11 @@ from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.processes import run_beside, stop_on_signals
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
+from collapipe_flwr.membership import discovery
 from collapipe_flwr.membership.admission import JoiningService
-from collapipe_flwr.membership.discovery import announced
 from collapipe_flwr.membership.figures import add_figures
 from collapipe_flwr.membership.members import RosterSender
-from collapipe_flwr.membership.newcomer import reachable
+from collapipe_flwr.membership.newcomer import make_reachable
 from collapipe_flwr.membership.registry import Registry
 from collapipe_flwr.transport.relay import run_relay
 from collapipe_flwr.transport.tls import fingerprint
@@ -46,7 +46,7 @@ def serve(
     Raises ConfigError where it cannot listen, RunError when the edge ends.
     For clusters whose files are written by hand, it only relays to devices that dial.
     """
-    by_hand = () if registry.clusters() else registry.written_by_hand()
+    by_hand = () if registry.clusters() else registry.read_handwritten()
     if by_hand:
         with stop_on_signals() as stop, run_relay(lambda: by_hand):
             names = ", ".join(config.id for config in by_hand)
@@ -60,11 +60,11 @@ def serve(
     listen = listen or config.joining_address
     with stop_on_signals() as stop, ExitStack() as stack:
         joining = JoiningService(registry, listen, on_joined=lambda name: say(f"{name} joined"))
-        process = stack.enter_context(_edge(registry, edge_options)) if edge else None
+        process = stack.enter_context(_run_edge(registry, edge_options)) if edge else None
         stack.enter_context(joining)
         if announce:
             pin = bytes.fromhex(fingerprint(registry.ca.read_bytes()))
-            stack.enter_context(announced(config, reachable(joining.address), pin))
+            stack.enter_context(discovery.announce(config, make_reachable(joining.address), pin))
         stack.enter_context(run_relay(lambda: registry.clusters().values()))
         stack.enter_context(run_beside(RosterSender(registry).watch, "rosters"))
         say(f"newcomers of {', '.join(registry.clusters())} are let in at {joining.address}")
@@ -102,7 +102,9 @@ def follow(config: ClusterConfig, listen: str, say: Callable[[str], object]) -> 
 
 
 @contextmanager
-def _edge(registry: Registry, options: Sequence[str]) -> Iterator[subprocess.Popen[bytes] | None]:
+def _run_edge(
+    registry: Registry, options: Sequence[str]
+) -> Iterator[subprocess.Popen[bytes] | None]:
     """Run the edge as a process that ends with this one, if its files are here."""
     folder = registry.edge_folder
     if not folder.is_dir():

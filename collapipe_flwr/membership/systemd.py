@@ -116,10 +116,10 @@ def check_manager(manager: Manager, folder: Path) -> None:
 
 
 def install(service: Service, manager: Manager, units: Path | None = None) -> Path:
-    """Write the unit, have systemd start it now and later (see `lingers`), and return its path.
+    """Write the unit, and have systemd start it now and later; return its path.
 
-    A system service runs as the user ``collapipe``, which is created and gets the folder. Raises
-    RunError where systemd refuses.
+    A user's service starts with the machine after `enable_lingering`. A system service runs as the
+    user ``collapipe``, which is created and gets the folder. Raises RunError where systemd refuses.
     """
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     folder = units or (_SYSTEM_UNITS if manager is Manager.system else home / "systemd" / "user")
@@ -136,7 +136,7 @@ def install(service: Service, manager: Manager, units: Path | None = None) -> Pa
     return path
 
 
-def lingers() -> bool:
+def enable_lingering() -> bool:
     """Ask that this user's services start with the machine and go on after the last logout."""
     try:
         _run(["loginctl", "enable-linger"])

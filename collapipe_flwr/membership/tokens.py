@@ -118,7 +118,7 @@ class TokenBook:
         )
         self._write((*known, made))
 
-    def usable(self, secret: bytes, use: TokenUse, now_s: float) -> KnownToken:
+    def find_usable(self, secret: bytes, use: TokenUse, now_s: float) -> KnownToken:
         """Find the token by which a member may join; the same member may do so again.
 
         Raises JoinRefused when it is not known, not valid now, or used up.
@@ -144,7 +144,7 @@ class TokenBook:
             self._write(after)
 
     def redeem(self, token: KnownToken, use: TokenUse) -> None:
-        """Record that a member joins by a token that is `usable`."""
+        """Record that a member joins by a token from `find_usable`."""
         used = replace(token, uses=tuple(dict.fromkeys((*token.uses, use))))
         if used != token:
             self._write([used if each == token else each for each in self._read()])

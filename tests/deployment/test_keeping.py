@@ -91,7 +91,7 @@ def test_a_board_gets_another_name_in_its_folder_by_another_token(
 ) -> None:
     folder = tmp_path / "here"
     joined(joining, print_token(registry), board(folder.parent, "here"))
-    with registry.changing():
+    with registry.lock():
         registry.remove(registry.cluster(ID), "here")
     newcomer = board(folder.parent, "here")
     with pytest.raises(LinkError, match="was removed"):

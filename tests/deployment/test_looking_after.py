@@ -34,7 +34,7 @@ def deployed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def keep(folder: Path, clusters: Mapping[str, Sequence[str]]) -> Registry:
     """These clusters with their devices, as members that are away."""
     kept = Registry(folder)
-    with kept.changing():
+    with kept.lock():
         for number, (name, devices) in enumerate(clusters.items()):
             unit = MemberConfig(name=f"cu-{name}", address=f"127.0.0.1:5{number}")
             config = kept.create(name, unit, "127.0.0.1:1")
@@ -74,19 +74,19 @@ def test_the_commands_of_the_page_find_the_cluster(deployed: Path, words: list[s
 def test_a_folder_of_one_s_own_comes_first(deployed: Path) -> None:
     keep(deployed, {"greenhouse": ()})
     keep(deployed.parent, {"workshop": ()})
-    assert registry.registry_of(None).folder == deployed.parent
-    assert registry.registry_of(None, "greenhouse").folder == deployed
-    assert registry.registry_of(deployed).folder == deployed
+    assert registry.open_registry(None).folder == deployed.parent
+    assert registry.open_registry(None, "greenhouse").folder == deployed
+    assert registry.open_registry(deployed).folder == deployed
 
 
 def test_who_finds_nothing_hears_where_it_was_looked_for(deployed: Path) -> None:
     keep(deployed, {"greenhouse": ()})
     with pytest.raises(ConfigError, match=rf"'barn' is kept in .*{deployed} \(greenhouse\)"):
-        registry.registry_of(None, "barn")
+        registry.open_registry(None, "barn")
 
 
 def test_who_may_not_look_hears_of_sudo(deployed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(deployed, {"greenhouse": ()})
     monkeypatch.setattr(registry.os, "access", lambda path, _: path != deployed)
     with pytest.raises(ConfigError, match=f"{deployed}.*sudo"):
-        registry.registry_of(None)
+        registry.open_registry(None)

@@ -29,7 +29,7 @@ from tests.faults.soak_schedule import (
     Fault,
 )
 from tests.faults.usage import Life, Usage, usages
-from tests.testbed.deployment import Deployment, environment, hosts_of
+from tests.testbed.deployment import Deployment, environment, list_hosts
 from tests.testbed.namespaces import NamespaceNetwork, namespaces
 from tests.testbed.processes import Program, programs
 
@@ -199,7 +199,7 @@ def site(folder: Path, clusters: Mapping[str, Sequence[str]]) -> Iterator[Site]:
     pretrained = {"model.pretrained": model, "data.tokenizer": model}
     subprocess.run([sys.executable, "-m", "tests.faults.soak_model", model], check=True, env=env)
     with (
-        namespaces(hosts_of(clusters), rate_bit_per_s=RATE_BIT_PER_S) as network,
+        namespaces(list_hosts(clusters), rate_bit_per_s=RATE_BIT_PER_S) as network,
         programs(network, folder, env) as running,
     ):
         deployment = Deployment(

@@ -14,7 +14,7 @@ from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
 from collapipe_flwr.membership.admission import JoiningService
 from collapipe_flwr.membership.newcomer import Membership, Newcomer, join
-from collapipe_flwr.membership.registry import Registry, new_token
+from collapipe_flwr.membership.registry import Registry, issue_token
 from collapipe_flwr.membership.tokens import JoinToken
 
 ID, UNIT = "shed", "cu-shed"
@@ -24,7 +24,7 @@ def new_registry(
     folder: Path, edge_address: str = "127.0.0.1:1", elsewhere: frozenset[Role] = frozenset()
 ) -> Registry:
     registry = Registry(folder)
-    with registry.changing():
+    with registry.lock():
         unit = MemberConfig(name=UNIT, address="127.0.0.1:50060")
         registry.create(ID, unit, edge_address, elsewhere)
     return registry
@@ -40,8 +40,8 @@ def joining(registry: Registry) -> Iterator[JoiningService]:
 def print_token(
     registry: Registry, *, members: int = 1, minutes: float = 60.0, role: Role = Role.DEVICE
 ) -> JoinToken:
-    with registry.changing():
-        return new_token(registry, registry.cluster(), role, members=members, minutes=minutes)
+    with registry.lock():
+        return issue_token(registry, registry.cluster(), role, members=members, minutes=minutes)
 
 
 def board(folder: Path, name: str, port: int = 1000) -> Newcomer:

@@ -17,16 +17,16 @@ from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
 from collapipe_flwr.membership.admission import JoiningService
-from collapipe_flwr.membership.figures import add_figures, figures_of, note_figures
+from collapipe_flwr.membership.figures import add_figures, note_figures, read_figures
 from collapipe_flwr.membership.members import (
     BEHIND,
     READY,
     RosterSender,
-    cluster_status,
-    listeners,
+    ask_cluster,
+    list_callable,
     send_rosters,
 )
-from collapipe_flwr.membership.newcomer import Membership, Newcomer, default_name, forget
+from collapipe_flwr.membership.newcomer import Membership, Newcomer, choose_name, forget
 from collapipe_flwr.membership.registry import Registry
 from collapipe_flwr.membership.serving import follow
 from collapipe_flwr.transport.client import HostClient
@@ -85,11 +85,11 @@ def of_unit(unit: Membership, device: Membership) -> HostClient:
 
 def remove(registry: Registry, name: str) -> dict[str, str]:
     """As `collapipe cluster remove` does."""
-    with registry.changing():
+    with registry.lock():
         before = registry.cluster()
         after = registry.remove(before, name)
-    gone = [m for m in listeners(before) if m.name == name]
-    return send_rosters(after, (*listeners(after), *gone), registry.roster(after))
+    gone = [m for m in list_callable(before) if m.name == name]
+    return send_rosters(after, (*list_callable(after), *gone), registry.roster(after))
 
 
 def test_it_relays_to_devices_that_dial(
@@ -114,7 +114,7 @@ def test_it_relays_to_devices_that_dial(
 def test_it_joins_once_and_its_key_stays_with_it(
     tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
-    newcomer = board(tmp_path / "unit", default_name(Role.CONTROL_UNIT, ID))
+    newcomer = board(tmp_path / "unit", choose_name(Role.CONTROL_UNIT, ID))
     token = print_token(registry, role=Role.CONTROL_UNIT)
     found = joined(joining, token, newcomer)
     assert (found.name, found.role) == (UNIT, Role.CONTROL_UNIT)
@@ -146,12 +146,12 @@ def test_rosters_and_figures_of_newcomers_reach_it_while_it_runs(
         RosterSender(registry).look()
         with daemon(first), of_unit(unit, first) as client:
             client.echo()
-            states = {m.name: m.state for m in cluster_status(registry.cluster()).members}
+            states = {m.name: m.state for m in ask_cluster(registry.cluster()).members}
     assert (states[UNIT], states["pi-1"]) == (READY, BEHIND)  # which runs since a moment ago
     now = read_cluster(path)
     assert now.version == registry.cluster().version and names(now) == {"pi-1", "pi-2"}
     assert [d.speed_flop_per_s for d in profile_of(now, 1).devices] == [7e9, 7e9]
-    assert figures_of(now).of("pi-1") == checked[0]  # without the address, as it was noted here
+    assert read_figures(now).of("pi-1") == checked[0]  # without the address, as it was noted here
 
 
 def test_one_that_was_removed_is_refused_at_once_and_another_takes_its_place(
@@ -179,7 +179,7 @@ def test_one_that_was_removed_is_refused_at_once_and_another_takes_its_place(
 
 def test_who_has_its_key_beside_the_ca_cannot_be_removed(registry: Registry) -> None:
     with (
-        registry.changing(),
+        registry.lock(),
         pytest.raises(ConfigError, match="edge of shed is on this machine, and its key with it"),
     ):
         registry.remove(registry.cluster(), "edge")

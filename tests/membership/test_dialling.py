@@ -25,7 +25,7 @@ from collapipe_flwr.membership.members import (
     AWAY,
     READY,
     RosterSender,
-    cluster_status,
+    ask_cluster,
     send_rosters,
 )
 from collapipe_flwr.membership.newcomer import Membership
@@ -94,16 +94,16 @@ def test_members_that_dial_hear_of_each_other_and_of_their_removal(
     rosters = rosters_of(phone)
     rosters.on_removed = removed.append
     with DialRelay(at, lambda: registry.clusters().values()), running(phone, rosters):
-        states = {m.name: m for m in cluster_status(registry.cluster()).members}
+        states = {m.name: m for m in ask_cluster(registry.cluster()).members}
         assert states["tablet"].state == AWAY
         assert "it has not dialled in" in states["tablet"].fault
         with running(tablet):
             RosterSender(registry).look()
-            states = {m.name: m for m in cluster_status(registry.cluster()).members}
+            states = {m.name: m for m in ask_cluster(registry.cluster()).members}
             assert {states[n].state for n in ("phone", "tablet")} == {READY}
         assert rosters.versions == {ID: registry.cluster().version}
         before = registry.cluster()
-        with registry.changing():
+        with registry.lock():
             after = registry.remove(before, "phone")
             roster = registry.roster(after)
         send_rosters(after, [before.member("phone")], roster)

@@ -10,8 +10,8 @@ import pytest
 
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.membership.admission import JoiningService
-from collapipe_flwr.membership.discovery import _answered, announced, found
-from collapipe_flwr.membership.newcomer import reachable
+from collapipe_flwr.membership.discovery import _look_up, announce, find_control_unit
+from collapipe_flwr.membership.newcomer import make_reachable
 from tests.membership.clusters import board, joined, new_registry, print_token
 
 BadTypeInNameException = pytest.importorskip("zeroconf").BadTypeInNameException
@@ -23,25 +23,25 @@ def test_a_board_joins_whom_it_finds(tmp_path: Path) -> None:
     token = print_token(registry)
     with (
         JoiningService(registry, f"{LOOPBACK}:0") as service,
-        announced(registry.cluster(), "127.0.0.1:9", bytes(32)),  # of another CA
-        announced(registry.cluster(), service.address, token.pin),
+        announce(registry.cluster(), "127.0.0.1:9", bytes(32)),  # of another CA
+        announce(registry.cluster(), service.address, token.pin),
     ):
-        assert found(token.pin, interface=LOOPBACK, deadline_s=30.0) == service.address
+        assert find_control_unit(token.pin, interface=LOOPBACK, deadline_s=30.0) == service.address
         assert joined(service, token, board(tmp_path, "pi-1")).name == "pi-1"
 
 
 def test_whoever_listens_on_all_addresses_is_announced_at_its_own() -> None:
-    host, _, port = reachable("0.0.0.0:50060").rpartition(":")
+    host, _, port = make_reachable("0.0.0.0:50060").rpartition(":")
     assert port == "50060" and host not in ("", "0.0.0.0")
-    assert reachable("[::]:50060") == f"{host}:50060"
-    assert reachable("10.0.0.2:50060") == "10.0.0.2:50060"
+    assert make_reachable("[::]:50060") == f"{host}:50060"
+    assert make_reachable("10.0.0.2:50060") == "10.0.0.2:50060"
 
 
 def test_where_nobody_is_announced_the_way_out_is_named() -> None:
     with pytest.raises(
         LinkError, match=r"no control unit of this token is announced .* --announce"
     ):
-        found(bytes(range(32)), interface=LOOPBACK, deadline_s=0.5)
+        find_control_unit(bytes(range(32)), interface=LOOPBACK, deadline_s=0.5)
 
 
 PIN = bytes(range(32))
@@ -71,7 +71,7 @@ def info(port: Any = 9, pin: Any = OURS_TOLD, address: str = "10.0.0.2") -> Simp
 @pytest.mark.parametrize("name", ["evil.example.", "", f"{OURS}.local.", f"a-{'0' * 16}.{TYPE}"])
 def test_what_others_announce_is_not_asked_for(name: str) -> None:
     network = Network(info())
-    assert _answered(network, TYPE, name, PIN) == [] and not network.asked
+    assert _look_up(network, TYPE, name, PIN) == [] and not network.asked
 
 
 @pytest.mark.parametrize(
@@ -87,5 +87,5 @@ def test_what_others_announce_is_not_asked_for(name: str) -> None:
     ],
 )
 def test_an_odd_announcement_ends_no_search(told: Any) -> None:
-    assert _answered(Network(told), TYPE, f"garage-{OURS}.{TYPE}", PIN) == []
-    assert _answered(Network(info()), TYPE, f"garage-{OURS}.{TYPE}", PIN) == ["10.0.0.2:9"]
+    assert _look_up(Network(told), TYPE, f"garage-{OURS}.{TYPE}", PIN) == []
+    assert _look_up(Network(info()), TYPE, f"garage-{OURS}.{TYPE}", PIN) == ["10.0.0.2:9"]

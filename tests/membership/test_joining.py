@@ -36,8 +36,8 @@ from collapipe_flwr.membership.admission import (
     admit,
 )
 from collapipe_flwr.membership.members import RosterSender
-from collapipe_flwr.membership.newcomer import Membership, forget, join, membership_of
-from collapipe_flwr.membership.registry import Registry, new_token
+from collapipe_flwr.membership.newcomer import Membership, find_membership, forget, join
+from collapipe_flwr.membership.registry import Registry, issue_token
 from collapipe_flwr.membership.tokens import JoinRefused, parse_token
 from collapipe_flwr.transport.joining import JOIN, JoinRequest, own_key, request_for
 from collapipe_flwr.transport.methods import name_options
@@ -65,7 +65,7 @@ def test_a_board_becomes_a_member_and_its_key_stays_with_it(
     found = joined(joining, print_token(registry), newcomer)
     assert (found.cluster.id, found.name, found.role) == (ID, "pi-1", Role.DEVICE)
     assert found.cluster == replace(registry.cluster(), **_own_paths(found.cluster))
-    assert membership_of(newcomer, bytes.fromhex(_pin(registry))) == found
+    assert find_membership(newcomer, bytes.fromhex(_pin(registry))) == found
     key = newcomer.own("key")
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     assert stat.S_IMODE(key.parent.stat().st_mode) == 0o700
@@ -237,7 +237,7 @@ def test_whatever_is_done_after_a_token_has_expired_it_stays_so_when_the_clock_i
 
 def test_a_cluster_does_not_share_a_file_with_the_tokens(registry: Registry) -> None:
     unit = MemberConfig(name="cu-tokens", address="127.0.0.1:50060")
-    with registry.changing(), pytest.raises(ConfigError, match="cannot be called 'tokens'"):
+    with registry.lock(), pytest.raises(ConfigError, match="cannot be called 'tokens'"):
         registry.create("tokens", unit, "")
 
 
@@ -320,13 +320,13 @@ def test_an_edge_that_joined_one_of_two_clusters_joins_the_other_when_it_asks_ag
     tmp_path: Path,
 ) -> None:
     registry = new_registry(tmp_path / "cu", elsewhere=frozenset({Role.EDGE}))
-    with registry.changing():
+    with registry.lock():
         registry.create("barn", MemberConfig(name="cu-barn", address="127.0.0.1:50060"), "")
-        token = new_token(registry, registry.cluster(ID), Role.EDGE, members=1, minutes=60.0)
+        token = issue_token(registry, registry.cluster(ID), Role.EDGE, members=1, minutes=60.0)
     assert not registry.edge_folder.exists()  # that of another machine
     admit(registry, asked := request(tmp_path, token, "edge"))
     shed, barn = registry.cluster(ID), registry.cluster("barn")
-    with registry.changing():
+    with registry.lock():
         registry._write(replace(barn, edge=replace(barn.edge, address="", fingerprint="")))
     admit(registry, asked)
     assert registry.cluster("barn").edge == shed.edge == registry.cluster(ID).edge
@@ -337,14 +337,14 @@ def test_clusters_of_one_folder_share_edge_and_server_and_who_lets_newcomers_in(
     tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
     unit = MemberConfig(name="cu-barn", address="127.0.0.1:50060")
-    with registry.changing():
+    with registry.lock():
         barn = registry.create("barn", unit, "127.0.0.1:2")
-        token = new_token(registry, barn, Role.DEVICE, members=1, minutes=60.0)
+        token = issue_token(registry, barn, Role.DEVICE, members=1, minutes=60.0)
     shed = registry.cluster(ID)
     assert (barn.edge, barn.server) == (shed.edge, shed.server)
     assert joined(joining, token, board(tmp_path, "barn-1")).cluster.id == "barn"
-    with registry.changing():
-        other = new_token(registry, shed, Role.DEVICE, members=2, minutes=60.0)
+    with registry.lock():
+        other = issue_token(registry, shed, Role.DEVICE, members=2, minutes=60.0)
     with pytest.raises(LinkError, match="another member is called barn-1 already"):
         joined(joining, other, board(tmp_path / "other", "barn-1", 1001))
     joined(joining, other, board(tmp_path, "shed-1", 1001))
@@ -455,7 +455,7 @@ def test_a_removed_board_stays_out_unless_it_is_let_in_as_a_new_one(
 ) -> None:
     token, newcomer = print_token(registry, members=2), board(tmp_path, "pi-1")
     before = joined(joining, token, newcomer)
-    with registry.changing():
+    with registry.lock():
         after = registry.remove(registry.cluster(), "pi-1")
     assert after.version == before.cluster.version + 1 and not after.devices
     with pytest.raises(LinkError, match="the token was used by pi-1 already"):
@@ -467,11 +467,11 @@ def test_a_removed_board_stays_out_unless_it_is_let_in_as_a_new_one(
     (old,), (new,) = before.cluster.devices, again.cluster.devices
     assert old.fingerprint != new.fingerprint
     first = newcomer.own("key").read_bytes()
-    with registry.changing():
+    with registry.lock():
         registry.remove(registry.cluster(), "pi-1")
     forget(newcomer)
     joined(joining, print_token(registry), newcomer)
-    with registry.changing():
+    with registry.lock():
         registry.remove(registry.cluster(), "pi-1")
     newcomer.own("key").write_bytes(first)  # of the removal before the last one
     newcomer.own("pem").unlink()
@@ -520,12 +520,12 @@ def test_a_join_that_breaks_off_anywhere_leaves_nothing_half_and_goes_on(
             cut_short = False
     assert cut_short == (at <= {"MainThread": 4, "rpc": 4}[thread])
     registry.cluster()  # can be read
-    assert cut_short == (membership_of(newcomer, token.pin) is None)
+    assert cut_short == (find_membership(newcomer, token.pin) is None)
     found = joined(joining, token, newcomer)
     shown = x509.load_pem_x509_certificate(newcomer.own("pem").read_bytes())
     key = own_key(newcomer.own("key"))
     assert shown.public_key() == key.public_key()
-    assert membership_of(newcomer, token.pin) == found
+    assert find_membership(newcomer, token.pin) == found
     assert names(registry.cluster()) == {"pi-1"}
 
 
@@ -553,7 +553,7 @@ def _own_paths(config) -> dict[str, object]:
 def test_making_a_cluster_says_first_that_it_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(newcomer, "measured", measured)
+    monkeypatch.setattr(newcomer, "measure_machine", measured)
     words = [
         "cluster",
         "init",
@@ -578,7 +578,7 @@ def _init(folder: Path, *options: str) -> Result:
 def test_without_a_route_the_address_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(newcomer, "own_host", lambda: "127.0.0.1")
+    monkeypatch.setattr(newcomer, "find_own_host", lambda: "127.0.0.1")
     refused = _init(tmp_path / "unit")
     assert isinstance(refused.exception, ConfigError) and "--address" in str(refused.exception)
     assert "collapipe join" not in refused.output

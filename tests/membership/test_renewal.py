@@ -18,8 +18,8 @@ from collapipe_flwr.config.cluster_file import MemberConfig, Role, read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
 from collapipe_flwr.core.links import TlsFiles, host_and_port
 from collapipe_flwr.membership.admission import JoiningService
-from collapipe_flwr.membership.members import RosterSender, listeners, send_rosters
-from collapipe_flwr.membership.newcomer import Membership, membership_of
+from collapipe_flwr.membership.members import RosterSender, list_callable, send_rosters
+from collapipe_flwr.membership.newcomer import Membership, find_membership
 from collapipe_flwr.membership.registry import Registry
 from collapipe_flwr.transport import certificates
 from collapipe_flwr.transport.certificates import Authority
@@ -126,10 +126,10 @@ def test_members_that_run_get_new_certificates_and_nothing_breaks(
         RosterSender(registry).look()
         assert registry.cluster().version == version  # once is enough
         assert listener._rosters is not None and listener._rosters.versions == {ID: version}
-        with registry.changing():
+        with registry.lock():
             registry.remove(registry.cluster(), "pi-2")
             after = registry.cluster()
-        send_rosters(after, listeners(after), registry.roster(after))
+        send_rosters(after, list_callable(after), registry.roster(after))
         for shown in (old, files_of(second)):
             with (
                 client(second, "pi-1", shown) as gone,
@@ -174,7 +174,7 @@ def test_control_unit_and_edge_are_renewed_where_they_are(tmp_path: Path) -> Non
     for name in (UNIT, "edge", "server"):
         listed = registry.cluster().member(name)
         assert listed.earlier_fingerprint == config.member(name).fingerprint
-        kept = registry.certified(name)
+        kept = registry.read_certificate(name)
         assert kept is not None and fingerprint(kept) == listed.fingerprint
         assert validity_of(kept)[1] > datetime.now(UTC) + timedelta(days=800)
 
@@ -187,7 +187,7 @@ def test_a_renewal_that_broke_off_is_finished(
     def dies(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), registry.changing():
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), registry.lock():
         patch.setattr(Registry, "admit", dies)
         registry.renew(datetime.now(UTC))
     with daemon(pair[0]), daemon(pair[1]):
@@ -222,10 +222,10 @@ def test_one_whose_certificate_has_ended_joins_again_by_a_new_token(
     found = joined(joining, print_token(registry), newcomer)
     expired = _expired(registry, found)
     token = print_token(registry)
-    assert membership_of(newcomer, token.pin) is None
+    assert find_membership(newcomer, token.pin) is None
     with pytest.raises(ConfigError, match=r"expired on .*join again by a new one"), daemon(found):
         raise AssertionError("it listens")
-    with registry.changing():
+    with registry.lock():
         (told,) = registry.renew(datetime.now(UTC))
     assert "pi-1 ends on" in told and "let it join again by a new token" in told
     again = joined(joining, token, newcomer)
@@ -236,10 +236,10 @@ def test_one_whose_certificate_has_ended_joins_again_by_a_new_token(
 
 def _expired(registry: Registry, member: Membership) -> bytes:
     """Its certificate as if it had joined long ago."""
-    kept = registry.certified(member.name)
+    kept = registry.read_certificate(member.name)
     assert kept is not None
     key = x509.load_pem_x509_certificate(kept).public_key()
-    with signing(days_ago=900), registry.changing():
+    with signing(days_ago=900), registry.lock():
         pem = registry.certify(member.name, (), key)  # type: ignore[arg-type]
         config = registry.cluster()
         listed: MemberConfig = replace(

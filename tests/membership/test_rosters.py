@@ -24,12 +24,12 @@ from collapipe_flwr.membership.members import (
     EXPECTED,
     READY,
     RosterSender,
-    cluster_status,
-    listeners,
+    ask_cluster,
+    list_callable,
     send_rosters,
 )
 from collapipe_flwr.membership.newcomer import Membership, forget
-from collapipe_flwr.membership.registry import Registry, new_token
+from collapipe_flwr.membership.registry import Registry, issue_token
 from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.roster import Roster, send_roster
 from tests.host.chain_to_edge import request, service, session_key
@@ -61,11 +61,11 @@ def pair(tmp_path: Path, registry: Registry, joining: JoiningService) -> list[Me
 
 def remove(registry: Registry, name: str) -> tuple[Roster, dict[str, str]]:
     """As `collapipe cluster remove` does."""
-    with registry.changing():
+    with registry.lock():
         before = registry.cluster()
         after = registry.remove(before, name)
         roster = registry.roster(after)
-    return roster, send_rosters(after, (*listeners(after), before.member(name)), roster)
+    return roster, send_rosters(after, (*list_callable(after), before.member(name)), roster)
 
 
 def client(member: Membership, of: str, caller: str | None = None) -> HostClient:
@@ -173,7 +173,7 @@ def test_a_member_that_stays_away_is_called_ever_more_rarely_and_mentioned_once(
         return {member.name: "nobody answers" for member in members}
 
     away = MemberConfig(name="pi-1", address="10.0.0.9:1", fingerprint="ab")
-    monkeypatch.setattr(members, "listeners", lambda _: (away,))
+    monkeypatch.setattr(members, "list_callable", lambda _: (away,))
     monkeypatch.setattr(members, "send_rosters", send)
     sender = RosterSender(registry, clock=lambda: now_s[0])
     while now_s[0] < 600.0:
@@ -229,7 +229,7 @@ def test_a_control_unit_that_is_the_edge_cuts_a_removed_device_within_its_round(
             hub.open_session(request("s", cluster_id=ID))
             hub.session(session_key("s")).push_weights(Head().state_dict())
             stream = first.session(session_key("s")).stream()
-            with registry.changing():
+            with registry.lock():
                 registry.remove(registry.cluster(), "pi-1")
             with pytest.raises(LinkError) as cut:
                 stream.receive(deadline_s=60.0)
@@ -251,9 +251,9 @@ def test_a_removed_daemon_stops(registry: Registry, pair: list[Membership]) -> N
 def test_an_edge_of_two_clusters_stops_when_it_is_removed(tmp_path: Path) -> None:
     registry = new_registry(tmp_path / "cu", elsewhere=frozenset({Role.EDGE}))
     unit = MemberConfig(name="cu-barn", address="127.0.0.1:50060")
-    with registry.changing():
+    with registry.lock():
         registry.create("barn", unit, "")
-        token = new_token(registry, registry.cluster(ID), Role.EDGE, members=1, minutes=60.0)
+        token = issue_token(registry, registry.cluster(ID), Role.EDGE, members=1, minutes=60.0)
     with JoiningService(registry, "127.0.0.1:0") as joining:
         edge = joined(joining, token, board(tmp_path, "edge", free_port()))
     rosters, heard = rosters_of(edge), []
@@ -299,13 +299,13 @@ def test_an_old_certificate_is_worthless_though_its_name_is_back(
 
 
 def test_the_status_says_who_is_there(registry: Registry, pair: list[Membership]) -> None:
-    with registry.changing():
+    with registry.lock():
         registry.admit(
             registry.cluster(), Role.EDGE, replace(registry.cluster().edge, fingerprint="")
         )
     with daemon(pair[1]):
         RosterSender(registry).look()
-        found = cluster_status(registry.cluster())
+        found = ask_cluster(registry.cluster())
     states = {member.name: member.state for member in found.members}
     assert states == {"pi-1": AWAY, "pi-2": READY, "edge": EXPECTED}
     there = found.members[1]

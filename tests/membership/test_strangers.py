@@ -18,8 +18,8 @@ from collapipe_flwr.config.access_control import SERVICE_NAME
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.links import is_address
 from collapipe_flwr.membership.admission import JoiningService
-from collapipe_flwr.membership.discovery import _places
-from collapipe_flwr.membership.figures import add_figures, figures_of
+from collapipe_flwr.membership.discovery import _read_addresses
+from collapipe_flwr.membership.figures import add_figures, read_figures
 from collapipe_flwr.transport.joining import JOIN, JoinRequest, key_in_request, request_for
 from collapipe_flwr.transport.methods import decode_message, encode_message, name_options
 from collapipe_flwr.transport.roster import Roster
@@ -121,8 +121,8 @@ def test_a_signing_request_is_a_key_or_one_sentence(pem: str) -> None:
 )
 def test_an_announcement_leads_to_addresses_or_nowhere(properties, hosts, port) -> None:
     info = SimpleNamespace(properties=properties, port=port, parsed_addresses=lambda: hosts)
-    assert all(is_address(place) for place in _places(info, PIN))
-    assert _places(None, PIN) == []
+    assert all(is_address(place) for place in _read_addresses(info, PIN))
+    assert _read_addresses(None, PIN) == []
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def test_an_announcement_leads_to_addresses_or_nowhere(properties, hosts, port) 
 )
 def test_figures_that_cannot_be_leave_those_that_are_known(tmp_path: Path, figure) -> None:
     config = new_registry(tmp_path / "cu").cluster()
-    before = figures_of(config)
+    before = read_figures(config)
     members = [{"name": "pi-1", "address": "10.0.0.2:1", **figure}]
     told = json.dumps({"cluster_id": config.id, "members": members})
     with pytest.raises(ProtocolError, match="figures that are none"):
         add_figures(config, Roster(text="", signature="", figures=told))
-    assert figures_of(config) == before
+    assert read_figures(config) == before

@@ -20,8 +20,8 @@ from collapipe_flwr.membership.systemd import (
     Manager,
     Service,
     check_manager,
+    enable_lingering,
     install,
-    lingers,
 )
 from tests.membership.clusters import new_registry, print_token
 
@@ -67,9 +67,9 @@ def test_a_service_starts_now_and_with_the_machine(
 
 
 def test_a_user_s_services_stay_where_the_system_allows_it(tmp_path: Path, systemctl: Path) -> None:
-    assert lingers() and systemctl.read_text() == "loginctl enable-linger\n"
+    assert enable_lingering() and systemctl.read_text() == "loginctl enable-linger\n"
     (tmp_path / "fails").touch()
-    assert not lingers()
+    assert not enable_lingering()
 
 
 def test_a_system_service_in_a_home_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,13 +140,13 @@ def test_two_changes_at_once_leave_no_file_of_root_s() -> None:
 
         def change() -> None:
             first.wait(60)
-            with registry.changing():
+            with registry.lock():
                 left.wait(60)
                 users.append(os.geteuid())
 
         second = threading.Thread(target=change)
         second.start()
-        with registry.changing():
+        with registry.lock():
             first.set()
         left.set()
         second.join(60)

@@ -24,13 +24,13 @@ BIN = Path(sys.executable).parent
 _START_S = 90.0
 
 
-def hosts_of(clusters: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def list_hosts(clusters: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """All hosts of a deployment of these devices."""
     devices = (device for members in clusters.values() for device in members)
     return ("server", "edge", *(f"cu-{name}" for name in clusters), *devices)
 
 
-HOSTS = hosts_of(CLUSTERS)
+HOSTS = list_hosts(CLUSTERS)
 
 
 @dataclass(kw_only=True)
