@@ -41,12 +41,15 @@ def broken_streams():
     yield "swapped", [frames[1], frames[0], *frames[2:]]
     yield "tensor missing", [f for f in frames if "steps" not in f.tensors]
     yield "other kind", [Frame(kind=FrameKind.GRADIENT), *frames]
-    yield "no shape", [replace(frames[0], text="{"), *frames[1:]]
-    yield "shape of strings", [replace(frames[0], text='["5"]'), *frames[1:]]
-    yield "huge", [replace(frames[0], text="[1000000, 1000000, 1000000]"), *frames[1:]]
-    beyond = json.dumps([2**39] * 3 + [0])
+    yield "no shape", [replace(frames[0], text="[["), *frames[1:]]
+    yield "shape of strings", [replace(frames[0], text='[["5"]]'), *frames[1:]]
+    yield "huge", [replace(frames[0], text="[[0, 1000000, 1000000, 1000000]]"), *frames[1:]]
+    beyond = json.dumps([[0, *[2**39] * 3, 0]])
     yield "nothing, but of a size beyond torch", [replace(frames[0], text=beyond), *frames[1:]]
-    yield "negative", [replace(frames[0], text="[-5, -7]"), *frames[1:]]
+    yield "nothing", [Frame(kind=FrameKind.WEIGHTS, text="[]"), *frames]
+    yield "no place", [replace(frames[0], text="[[]]"), *frames[1:]]
+    yield "a place too many", [replace(frames[0], text="[[0, 5, 7], [0]]"), *frames[1:]]
+    yield "negative", [replace(frames[0], text="[[0, -5, -7]]"), *frames[1:]]
     other = {"a.weight": frames[1].tensors["a.weight"].double()}
     yield "dtype changes", [frames[0], replace(frames[1], tensors=other), *frames[2:]]
 
@@ -55,6 +58,13 @@ def broken_streams():
 def test_broken_streams_are_refused(frames):
     with pytest.raises(ProtocolError):
         gather_weights(iter(frames), most_bytes=10_000)
+
+
+def test_small_tensors_share_frames():
+    many = {str(index): torch.randn(3) for index in range(200)}
+    frames = list(weight_frames(many))
+    assert len(frames) < len(many) / 20
+    assert all(torch.equal(many[key], found) for key, found in gather_weights(frames, 2400).items())
 
 
 def calls_to_gather(tensors: int) -> int:
