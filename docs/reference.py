@@ -45,6 +45,7 @@ TITLES = {
 }
 BENCH = "collapipe bench"  # in a checkout only
 _SHORT = 3  # words of an option that is told again rather than referred to
+_PLAIN = ("at least 0", "at least 1", "> 0")
 _TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 _GENERATED = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 _NAME = re.compile(r"^(?:## (?P<heading>.+)|::: (?P<name>\S+))$", re.MULTILINE)
@@ -156,7 +157,7 @@ def command_tree() -> dict[str, click.Command]:
 def _key_row(key: Key) -> str:
     shown = str(key.default).lower() if isinstance(key.default, bool) else str(key.default)
     about = [f"`{shown}`" if shown else "empty", key.allowed]
-    if key.allowed in (*_TYPES.values(), "at least 0"):
+    if key.allowed in (*_TYPES.values(), *_PLAIN):
         about.pop()  # the default shows it
     return f"* `{key.name}` ({'; '.join(about)}): {key.meaning}"
 
