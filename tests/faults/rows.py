@@ -33,8 +33,8 @@ PHASES = (
     "evaluating",
 )
 _HEAD = (
-    "| who | what happens | when: training goes on after, steps repeated | how |",
-    "|---|---|---|---|",
+    "| who | what happens | training goes on after | steps repeated, at most | how |",
+    "|---|---|---:|---:|---|",
 )
 
 
@@ -82,17 +82,25 @@ def _place(phase: str) -> int:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Markdown; the phases of a fault that ends alike stand in one row."""
-    cells: dict[tuple[str, str, str], list[str]] = {}
+    """Markdown: one row per fault, over the phases in which it struck and ended alike."""
+    faults: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        phases = cells.setdefault((row.role, row.fault, row.how), [])
-        phases.append(f"{row.phase} {_seconds(row.seconds)}, {row.steps_lost}")
-    lines = [f"| {r} | {f} | {'; '.join(each)} | {how} |" for (r, f, how), each in cells.items()]
+        faults.setdefault((row.role, row.fault, row.how), []).append(row)
+    lines = [
+        f"| {role} | {fault} | {_seconds(r.seconds for r in found)} "
+        f"| {max(r.steps_lost for r in found)} | {how} |"
+        for (role, fault, how), found in faults.items()
+    ]
     return "\n".join([*_HEAD, *lines])
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds else "no pause"
+def _seconds(found: Iterable[float]) -> str:
+    """The shortest and the longest."""
+    ordered = sorted(found)
+    least, most = (f"{seconds:.1f}" for seconds in (ordered[0], ordered[-1]))
+    if most == "0.0":
+        return "no pause"
+    return f"{most} s" if least == most else f"{least} to {most} s"
 
 
 if __name__ == "__main__":
