@@ -62,7 +62,7 @@ def _feasible(planner: PlanSolver, m: int) -> Layouts:
     rows = rows_for(m, *all_layouts(devices, blocks), planner.batches())
     good = rows.take(fits(planner.tables, rows, planner.settings))
     if not len(good):
-        planner.refuse(m)
+        planner.refuse(np.array([m]))
     return good
 
 

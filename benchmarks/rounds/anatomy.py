@@ -53,7 +53,7 @@ def run_anatomy(names: Sequence[str], rounds: int, json_file: Path | None) -> No
     prepare("--json", json_file)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    found = []
+    found: list[dict[str, Any]] = []
     try:
         with exit_on_signals(), Console(stderr=True).status("rounds") as status:
             for name in names:
@@ -169,11 +169,11 @@ def _mean(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: fmean(each[name] for each in rounds) for name in rounds[-1]}
 
 
-class _Noted(TorchDispatchMode):
+class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the kernels that are called."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def __torch_dispatch__(
