@@ -43,7 +43,7 @@ Token = Annotated[
     str | None,
     Option(
         envvar="COLLAPIPE_TOKEN",
-        help="What clients give as API key. Default: a new one, printed at the start.",
+        help="API key for clients. Default: a new one, printed at the start.",
     ),
 ]
 

@@ -48,23 +48,23 @@ class Elsewhere(StrEnum):
 Folder = Annotated[
     Path | None,
     Option(
-        help="Where the cluster's files are. Default: $COLLAPIPE_FOLDER, else /etc/collapipe for "
+        help="Folder of the cluster's files. Default: $COLLAPIPE_FOLDER, else /etc/collapipe for "
         "root, else ~/.config/collapipe."
     ),
 ]
 Kept = Annotated[
     Path | None,
     Option(
-        help="Where the cluster is kept. Default: $COLLAPIPE_FOLDER, else the first that keeps it "
-        "of ~/.config/collapipe (not for root), /etc/collapipe and, of a deployment, "
+        help="Folder that keeps the cluster. Default: $COLLAPIPE_FOLDER, else the first that keeps "
+        "one of ~/.config/collapipe (not for root), /etc/collapipe and, after `collapipe deploy`, "
         "/etc/collapipe/control-unit."
     ),
 ]
 AsService = Annotated[
     Manager | None,
-    Option("--service", help="Install and start a service of systemd, and return."),
+    Option("--service", help="Install and start a systemd service, and return."),
 ]
-Minutes = Annotated[float, Option(help="For how long the token is valid.", min=1, max=525600)]
+Minutes = Annotated[float, Option(help="Minutes for which the token is valid.", min=1, max=525600)]
 
 
 def init(
@@ -141,9 +141,9 @@ def serve(
         str, Option(help="HOST:PORT for newcomers. Default: the control unit's address.")
     ] = "",
     announce: Annotated[
-        bool, Option("--announce", help="Tell the local network where it is, by mDNS.")
+        bool, Option("--announce", help="Announce it on the local network by mDNS.")
     ] = False,
-    edge: Annotated[bool, Option(help="Run the edge, too, where its files are here.")] = True,
+    edge: Annotated[bool, Option(help="Also run the edge, if its files are here.")] = True,
     edge_options: Annotated[
         list[str] | None, Argument(help="Behind --: options of `collapipe edge`.")
     ] = None,
@@ -170,9 +170,9 @@ def serve(
 
 
 def token(
-    cluster: Annotated[str, Argument(help="Its name, if there are several here.")] = "",
+    cluster: Annotated[str, Argument(help="Cluster name, if there are several here.")] = "",
     role: Annotated[TokenRole, Option(help="Role granted by the token.")] = (TokenRole.device),
-    members: Annotated[int, Option(help="How many may join by it.", min=1)] = 1,
+    members: Annotated[int, Option(help="Number of members that may join by it.", min=1)] = 1,
     minutes: Minutes = 60.0,
     folder: Kept = None,
 ) -> None:
@@ -182,7 +182,7 @@ def token(
 
 
 def status(
-    cluster: Annotated[str, Argument(help="Its name, if there are several here.")] = "",
+    cluster: Annotated[str, Argument(help="Cluster name, if there are several here.")] = "",
     folder: Kept = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON, once.")] = False,
     once: Annotated[bool, Option("--once", help="Print once on a terminal, too.")] = False,
@@ -215,8 +215,8 @@ def status(
 
 
 def remove(
-    member: Annotated[str, Argument(help="Its name.")],
-    cluster: Annotated[str, Option(help="Its cluster, if there are several here.")] = "",
+    member: Annotated[str, Argument(help="Name of the member.")],
+    cluster: Annotated[str, Option(help="Cluster name, if there are several here.")] = "",
     folder: Kept = None,
 ) -> None:
     """Remove a member that joined by a token; run it where the cluster was made.
@@ -236,7 +236,7 @@ def remove(
     for config, roster in zip(changed, rosters, strict=True):
         gone = [each for each in list_callable(before[config.id]) if each.name == member]
         faults |= send_rosters(config, (*list_callable(config), *gone), roster)
-        typer.echo(f"{member} is no member of {config.id} any more")
+        typer.echo(f"{member} is not a member of {config.id} any more")
     for name, fault in faults.items():
         if fault and name != member:
             typer.echo(f"{name} will hear of it from `collapipe cluster serve`: {fault}")
@@ -258,8 +258,8 @@ def check(
 
     Print speed, free memory, clock, rate and delay of the links, and what to fix. Exit code 1 if
     something needs fixing. To make plans use the figures, those of links included, name the --json
-    file as `measured` in the cluster file. Who trains is busy: nothing is measured there, because
-    that would slow it down, and figures of an earlier check stay.
+    file as `measured` in the cluster file. A member that trains is not measured, because that would
+    slow it down; its figures of an earlier check stay.
     """
     from collapipe_flwr.config.cluster_file import read_cluster
     from collapipe_flwr.pipeline.benchmark import BenchmarkRequest

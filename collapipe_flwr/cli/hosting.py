@@ -76,8 +76,8 @@ Dial = Annotated[
     str,
     Option(
         metavar="CONTROL_UNIT[:PORT]",
-        help="Accept no connection from the network; dial the control unit, which passes on those "
-        "of the cluster. Default: where the cluster file says of a device that dials.",
+        help="Accept no connections; dial the control unit, which relays those of the cluster. "
+        "Default: as the cluster file says.",
     ),
 ]
 Logs = Annotated[LogFormat, Option("--log-format", help="json: one object per line.")]
@@ -247,7 +247,7 @@ def control_unit(
     ] = None,
     state_dir: Annotated[
         Path | None,
-        Option(help="Keep what lasts longer than a round here, unless node or run say where."),
+        Option(help="Folder for what outlasts a round, unless the node or the run names one."),
     ] = None,
     grace_s: Annotated[
         float, Option(help="Seconds for a round to finish on a stop.", min=0)
@@ -258,8 +258,8 @@ def control_unit(
     """Process the messages of a SuperNode on this machine, until SIGTERM or Ctrl-C.
 
     It keeps in memory what a ClientApp, which Flower starts for every message, would load again.
-    It runs the app of the run, from the files that Flower installed. Without it, ClientApps do
-    all themselves.
+    It runs the app of the run, from the files that Flower installed. Without it, each
+    ClientApp does the work itself.
     """
     from collapipe_flwr.federation.client.local_socket import default_path
     from collapipe_flwr.federation.client.resident import ResidentSettings, serve

@@ -39,7 +39,7 @@ def join(
             help="This device accepts no connection from the network: it dials its control unit.",
         ),
     ] = False,
-    kind: Annotated[str, Option(help="Board preset. Default: by its own description.")] = "",
+    kind: Annotated[str, Option(help="Board preset. Default: detected from the device tree.")] = "",
     folder: Folder = None,
     service: AsService = None,
     start: Annotated[bool, Option(help="Then run its daemon until SIGTERM.")] = True,
@@ -65,7 +65,9 @@ def join(
     if service is not None:
         check_manager(service, folder)
     if dial and address:
-        raise ConfigError("--dial and --address: who dials has no address, so leave one out")
+        raise ConfigError(
+            "--dial and --address: a device that dials has no address, so leave one out"
+        )
     known = parse_token(_read_token() if token == "-" else token)
     newcomer = here.Newcomer(
         folder=folder,
@@ -153,11 +155,11 @@ def _start(found: Membership, folder: Path, options: list[str]) -> None:
 def deploy(
     inventory: Annotated[Path, Argument(help="The machines and their roles (TOML).")],
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Look at the machines, and print what would be done.")
+        bool, Option("--dry-run", help="Look at the machines and print what would be done.")
     ] = False,
     accept_new: Annotated[
         bool,
-        Option("--accept-new", help="Believe host keys of machines that ssh never met."),
+        Option("--accept-new", help="Accept host keys of machines that ssh does not know yet."),
     ] = False,
     deadline_s: Annotated[
         float, Option(help="Seconds for each phase on a machine.", min=1)
@@ -226,7 +228,9 @@ def certs(
             raise ConfigError(f"{text} has no host: write {text}HOST, or {name} alone")
         members[name] = (*members.get(name, ()), *([host] if host else []))
     if not members:
-        raise ConfigError("nobody to sign for: name members, or a cluster file with --cluster")
+        raise ConfigError(
+            "there are no members to sign for: name some, or a cluster file with --cluster"
+        )
     made = sign_all(folder, members, days=days, renew=renew, new_ca=new_ca)
     for name in members:
         typer.echo(f"{name}: {folder / name}.pem, .key" if name in made else f"{name}: kept")

@@ -66,7 +66,7 @@ def watch(
     run: Annotated[
         str | None,
         Argument(
-            help="Run directory, which may come to be later; with --superlink, a run id. Default: "
+            help="Run directory, which need not exist yet; with --superlink, a run id. Default: "
             "the newest."
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""Who may do what on a host: the members of its cluster files, each in its role.
+"""Who may call which methods of a host: the members of its cluster files, by role.
 
 | role | on a device | on the edge | on a text server |
 |---|---|---|---|

@@ -129,7 +129,7 @@ class ClusterConfig:
 
     @property
     def roles(self) -> tuple[tuple[MemberConfig, Role], ...]:
-        """Everybody who has a certificate, with its role."""
+        """All members with a certificate, each with its role."""
         return (
             (self.control_unit, Role.CONTROL_UNIT),
             *((device, Role.DEVICE) for device in self.devices),
@@ -160,7 +160,7 @@ class ClusterConfig:
 
     @property
     def members(self) -> tuple[MemberConfig, ...]:
-        """Everybody who has a certificate."""
+        """All members with a certificate."""
         return tuple(member for member, _ in self.roles)
 
     @property
@@ -170,7 +170,7 @@ class ClusterConfig:
 
     @property
     def joining_address(self) -> str:
-        """Where newcomers are admitted; empty where nobody is."""
+        """Where newcomers are admitted; empty if they are not."""
         return self.joining or self.control_unit.address
 
     @property

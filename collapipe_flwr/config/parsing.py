@@ -158,7 +158,7 @@ def declared_config(project: Path) -> dict[str, Value]:
     path = project / "pyproject.toml"
     if not path.exists():
         raise ConfigError(
-            f"{project} is no Flower app: it has no pyproject.toml; name the folder of the app"
+            f"{project} is not a Flower app, since it has no pyproject.toml: name the folder of one"
         )
     found: Any = read_toml(path, str(path))
     for name in ("tool", "flwr", "app", "config"):
@@ -189,7 +189,7 @@ def write_overrides(overrides: Mapping[str, Value], path: Path) -> None:
 def read_toml(path: Path, what: str) -> dict[str, Any]:
     """Read the tables of a file; raises ConfigError, which begins with ``what``."""
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise ConfigError(f"{what} is no file but a pipe or a device: name a file")
+        raise ConfigError(f"{what} is a pipe or a device: name a file")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors add a mark
     except OSError as error:
@@ -209,7 +209,7 @@ def _split_pairs(source: str, declared: Mapping[str, Value]) -> list[str]:
     """Split a string into its pairs.
 
     Text with an equals sign may be the value of a single pair, so there are several only if all
-    keys are declared, or the value of the first one is no text.
+    keys are declared, or the value of the first one is not text.
     """
     found = list(_PAIR.finditer(source))
     keys = [pair[1] for pair in found]

@@ -295,7 +295,7 @@ class ImageClassification(LabelTask):
             row for row, picture in rows if isinstance(picture, dict) and not _is_picture(picture)
         ]
         what = f'data.image-column "{self.settings.image_column}"'
-        bad = {f"{what} is empty": empty, f"{what} is no picture that Pillow opens": other}
+        bad = {f"{what} is empty": empty, f"{what} is not a picture that Pillow opens": other}
         return {**super().find_bad_rows(found), **{why: each for why, each in bad.items() if each}}
 
     def save_inputs(self, directory: Path) -> None:
@@ -361,7 +361,7 @@ def _source_of(picture: Mapping[str, Any]) -> Any:
 
 
 def open_picture(value: Any) -> Pictures.Image:
-    """Open a picture: a file name, bytes, or nested lists; raises DataError if it is none."""
+    """Open a picture: a file name, bytes, or nested lists; raises DataError if it cannot."""
     try:
         if not isinstance(value, dict):
             return Pictures.fromarray(_convert_to_bytes(np.asarray(value)))
@@ -371,7 +371,7 @@ def open_picture(value: Any) -> Pictures.Image:
     except _UNREADABLE as error:
         shown = value.get("path") if isinstance(value, dict) else "the row's numbers"
         raise DataError(
-            f"data.image-column: {shown or 'a row'} is no picture that Pillow reads ({error})"
+            f"data.image-column: {shown or 'a row'} is not a picture that Pillow reads ({error})"
         ) from error
 
 

@@ -10,10 +10,14 @@ import glob
 import io
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from shutil import rmtree
+from threading import Lock
 from typing import Any
 
 from collapipe_flwr.core.errors import DataError, extra
@@ -25,10 +29,12 @@ from collapipe_flwr.core.hub import (
     silence,
 )
 from collapipe_flwr.data.headers import FORMATS, UNREADABLE, open_file, read_header, suffix_of
-from collapipe_flwr.data.json_texts import keep_texts
 from collapipe_flwr.data.reader import format_rows, split_words
 
 with extra("data"):
+    import pandas
+    import pyarrow
+    import pyarrow.json
     from datasets import (
         Dataset,
         DatasetDict,
@@ -42,6 +48,7 @@ with extra("data"):
     from datasets.exceptions import DatasetsError
     from datasets.utils import logging
 
+_patching = Lock()
 _DOCUMENT = "-DOCSTART-"
 _UNIVERSAL = re.compile(r"# \S+ = ")
 
@@ -175,7 +182,7 @@ def _split_name(name: str) -> tuple[Path, str]:
 def _choose_options(path: Path, key: str) -> dict[str, Any]:
     """Choose options that read every CSV column as text: "007" and "NA" stay unchanged.
 
-    A byte order mark is no part of a text.
+    A byte order mark is not part of a text.
     """
     if FORMATS[suffix_of(path)] == "text":
         return {"encoding": "utf-8-sig"}
@@ -293,3 +300,49 @@ def _explain(error: BaseException, local: bool) -> str:
 def drop_empty_rows(table: Dataset) -> Dataset:
     """Return the rows whose ``text`` is not empty."""
     return table.select([row for row, text in enumerate(table["text"]) if text.strip()])
+
+
+@contextmanager
+def keep_texts() -> Iterator[None]:
+    """Let datasets keep every text of JSON files as it is written.
+
+    The library infers types: texts that look like dates become points in time, whose texts are
+    others (``2020-03-05`` becomes ``2020-03-05 00:00:00``), and its second reader, for what the
+    first cannot read, makes numbers of texts. It has no option for that, so its functions are
+    replaced, in one thread at a time.
+    """
+    with _patching:
+        arrow, panda = pyarrow.json.read_json, pandas.read_json
+        pyarrow.json.read_json = partial(_read_json, arrow)
+        pandas.read_json = _refuse_json
+        try:
+            yield
+        finally:
+            pyarrow.json.read_json, pandas.read_json = arrow, panda
+
+
+def _refuse_json(*_: Any, **__: Any) -> Any:
+    raise ValueError("only objects, one per line or in one list, keep their texts")
+
+
+def _read_json(read: Any, source: Any, **options: Any) -> Any:
+    """Read the table of a JSON file; once more, with the types known, if it would hold dates."""
+    table = read(source, **options)
+    table.validate(full=True)  # it need not be UTF-8
+    fields = [pyarrow.field(field.name, _replace_dates(field.type)) for field in table.schema]
+    schema = pyarrow.schema(fields)
+    if schema == table.schema:
+        return table
+    source.seek(0)
+    return read(source, parse_options=pyarrow.json.ParseOptions(explicit_schema=schema), **options)
+
+
+def _replace_dates(kind: Any) -> Any:
+    """Return the type with texts in place of points in time, at any depth."""
+    if pyarrow.types.is_temporal(kind):
+        return pyarrow.string()
+    if pyarrow.types.is_list(kind):
+        return pyarrow.list_(_replace_dates(kind.value_type))
+    if pyarrow.types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_replace_dates(field.type)) for field in kind])
+    return kind

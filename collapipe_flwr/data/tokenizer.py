@@ -100,8 +100,8 @@ class Languages:
             such = ", ".join(near or known[:_MOST_LANGUAGES])
             if language and language not in known:
                 raise DataError(
-                    f'data.{side}-language "{language}" is no language of {what}: choose one such '
-                    f"as {such}"
+                    f'data.{side}-language "{language}" is not a language of {what}: choose one '
+                    f"such as {such}"
                 )
             if language:
                 setattr(tokenizer, ours, language)

@@ -196,7 +196,9 @@ def _check_role(role: MachineRole, where: str) -> MachineRole:
         raise ConfigError(f"{where}.node-config belongs to {CONTROL_UNIT}, where the SuperNode is")
     if role.dial and (role.kind != DEVICE or role.address):
         what = "it has no address" if role.kind == DEVICE else f"only a {DEVICE} does"
-        raise ConfigError(f"{where}.dial: who dials is reached by nobody, so {what}: leave one out")
+        raise ConfigError(
+            f"{where}.dial: a device that dials cannot be reached, so {what}: leave one of them out"
+        )
     return role
 
 

@@ -70,7 +70,7 @@ def prepare_machine(inventory: Inventory, machine: Machine) -> Iterator[SshStep]
     yield from _programs(machine)
     yield SshStep(
         name="users",
-        test=f"id {USER} && id {KEEPER} || exit 1\n"  # who restored a copy has made them
+        test=f"id {USER} && id {KEEPER} || exit 1\n"  # restoring a copy has made them
         "for group in video render; do\n"
         f"  ! getent group $group || id -nG {USER} | grep -qw $group || exit 1\ndone",
         action=f"id {USER} || useradd --system {USER}\n"
@@ -277,7 +277,7 @@ def _services(inventory: Inventory, role: MachineRole) -> Iterator[UnitSettings]
 def _service(service: UnitSettings) -> SshStep:
     """Restart a service if it runs with another environment, unit or settings."""
     unit, stamp = service.unit, f"{OPT}/started/{service.unit}"
-    state = (  # a wheel's venv is no link, and an action ends at the first failure
+    state = (  # a wheel's venv is not a link, and an action ends at the first failure
         f"state() {{ {{ readlink {OPT}/venv || true; cat {OPT}/installed "
         f"/etc/systemd/system/{unit}.service {service.env_file}; }} 2> /dev/null | sha256sum; }}\n"
     )

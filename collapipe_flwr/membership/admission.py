@@ -47,7 +47,7 @@ def admit(
 ) -> joining.JoinAnswer | None:
     """Make the bearer of a token a member. Raises JoinRefused, with a sentence for its screen.
 
-    Who only asks stays none, and gets None; neither its token nor the cluster changes.
+    A request that ``only_asks`` gets None; neither its token nor the cluster changes.
     """
     key = joining.key_in_request(request.request_pem)
     try:
@@ -248,8 +248,8 @@ class JoiningService(Server):
             why = str(error).partition(", got ")[0]  # the value may be a secret in the wrong field
             self._refuse(context, host, grpc.StatusCode.INVALID_ARGUMENT, why)
         except CollaPipeError as error:
-            _log.error("nobody can join: %s", error)
-            context.abort(grpc.StatusCode.INTERNAL, "the control unit cannot do it: see its log")
+            _log.error("newcomers cannot join: %s", error)
+            context.abort(grpc.StatusCode.INTERNAL, "the control unit failed: see its log")
         if answer is None:
             return b""
         _log.info("%s joined %s as %s", request.name, answer.cluster_id, answer.role)

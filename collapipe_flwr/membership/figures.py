@@ -40,7 +40,7 @@ def add_figures(config: ClusterConfig, roster: Roster) -> None:
     try:
         brought = from_json(Measurements, roster.figures, "figures")
     except ProtocolError as error:
-        raise ProtocolError(f"the roster came with figures that are none: {error}") from error
+        raise ProtocolError(f"the roster came with invalid figures: {error}") from error
     known = {member.name: member.address for member in read_figures(config).members}
     new = (m for m in brought.members if known.get(m.name, m.address + "?") not in ("", m.address))
     note_figures(config, new)

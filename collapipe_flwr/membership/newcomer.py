@@ -1,7 +1,7 @@
 """Joining a cluster, on the machine that joins: a key of its own, a token, and files at the end.
 
-The cluster file is written last: without it this machine is no member, and the next attempt goes on
-with the same key.
+The cluster file is written last: without it this machine is not a member, and the next attempt
+goes on with the same key.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def _settle(newcomer: Newcomer, answer: joining.JoinAnswer) -> Membership:
         config = parse_cluster(tomllib.loads(answer.roster.text), newcomer.folder)
         role = Role(answer.role)
     except (ConfigError, ValueError) as error:
-        raise ProtocolError(f"the control unit sent a roster that is none: {error}") from error
+        raise ProtocolError(f"the control unit sent an invalid roster: {error}") from error
     if config.id != answer.cluster_id:
         raise ProtocolError(f"the control unit sent the roster of {config.id[:80]}")
     write_file(newcomer.own("pem"), lambda draft: draft.write_text(answer.certificate_pem))

@@ -34,7 +34,7 @@ _KEPT_S = 7 * 86400.0  # to tell an expired token from one that never was
 
 
 class JoinRefused(LinkError):
-    """A machine is not admitted; the sentence says why, and may be shown to anybody."""
+    """A machine is not admitted; the sentence says why, and holds no secret."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,8 @@ def parse_token(text: str) -> JoinToken:
     role = _ROLES.get((found and found[3]) or Role.DEVICE.word)
     if found is None or role is None or not is_address(found[2]):
         raise ConfigError(
-            "this is no join token: it reads like NAME@HOST:PORT/ and 64 characters; copy the "
-            "whole line that `collapipe cluster token` printed"
+            "this is not a join token, which reads like NAME@HOST:PORT/ and 64 characters: copy "
+            "the whole line that `collapipe cluster token` printed"
         )
     packed = base64.urlsafe_b64decode(found[4])  # its form makes it 48 bytes
     return JoinToken(
@@ -99,7 +99,7 @@ class KnownToken:
 class TokenBook:
     """The tokens of a folder, in a file that only its owner can read.
 
-    Callers that change it hold the folder's lock. Raises ConfigError for a file that is no book.
+    Callers that change it hold the folder's lock. Raises ConfigError for a damaged file.
     """
 
     def __init__(self, path: Path) -> None:

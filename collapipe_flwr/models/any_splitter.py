@@ -233,7 +233,7 @@ class DescribedModel:
     def __post_init__(self) -> None:
         for name in self.personal:
             if not any(is_within(key, [name]) for key in self.splitter.all_keys()):
-                raise ModelError(f"personal names {name!r}, which is no part of the model")
+                raise ModelError(f"personal names {name!r}, which is not a part of the model")
 
     @property
     def spec_json(self) -> str:

@@ -27,8 +27,7 @@ from transformers.utils.generic import ModelOutput
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.families import CACHE
 from collapipe_flwr.models.foreign_errors import translate_errors
-from collapipe_flwr.models.part_cache import TopCache
-from collapipe_flwr.models.stack import Stack
+from collapipe_flwr.models.stack import Stack, TopCache
 
 # Token ids (B, T) and the rows (B,) that they continue -> hidden states (B, T, D) of the devices
 Ask = Callable[[Tensor, Tensor | None], Tensor]

@@ -60,6 +60,6 @@ def _check_paths(file: Path, folder: Path) -> None:
         raise ConfigError(f"FILE {str(file)!r} does not exist (looked for {file.absolute()})")
     with file.open("rb") as stream:
         if stream.read(len(_MAGIC)) != _MAGIC:
-            raise ConfigError(f"FILE {str(file)!r} is no GGUF file: its first bytes are others")
+            raise ConfigError(f"FILE {str(file)!r} is not a GGUF file, by its first bytes")
     if folder.exists():
         raise ConfigError(f"FOLDER {str(folder)!r} exists: name a new one")

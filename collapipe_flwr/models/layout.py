@@ -151,7 +151,7 @@ def group_tensors(model: nn.Module) -> dict[str, tuple[str, ...]]:
     groups: dict[int, list[str]] = {}
     for path, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
-            raise ModelError(f"its state_dict holds {path!r}, which is no tensor")
+            raise ModelError(f"its state_dict holds {path!r}, which is not a tensor")
         groups.setdefault(id(tensor), []).append(path)
     return {paths[0]: tuple(paths) for paths in groups.values()}
 

@@ -202,7 +202,7 @@ def _equal(ours: Any, theirs: Any, paths: Mapping[int, str], seen: set[tuple[int
 
 
 def _take_apart(value: Any) -> list[Any] | None:
-    """Return what makes up an object that is no collection; None if it compares as it is."""
+    """Return what makes up an object that is not a collection; None if it compares as it is."""
     if isinstance(value, PreTrainedConfig):
         found = {k: v for k, v in value.to_dict().items() if k not in _SET_BY_THE_CUT}
         return [found]

@@ -56,7 +56,7 @@ def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterat
 
 
 class InputTracker(TorchFunctionMode):
-    """What is computed in the body from the values of an input, not from its shape alone."""
+    """A mode that tracks what is computed from an input's values, not from its shape alone."""
 
     def __init__(self, source: Tensor) -> None:
         super().__init__()

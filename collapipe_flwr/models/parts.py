@@ -12,6 +12,7 @@ from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.models.families import find_rope_switch, most_positions
 from collapipe_flwr.models.foreign_errors import first_lines
 from collapipe_flwr.models.generation import FEEDING, Ask, Emit, Prompt, generate
 from collapipe_flwr.models.layout import Holdings
@@ -22,11 +23,9 @@ from collapipe_flwr.models.module_call import (
     stop_forward,
 )
 from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights
-from collapipe_flwr.models.part_cache import PartCache
 from collapipe_flwr.models.skeleton import make_blank_pixels
-from collapipe_flwr.models.stack import Around, Stack, disable_cache
+from collapipe_flwr.models.stack import Around, PartCache, Stack, disable_cache
 from collapipe_flwr.models.tasks import LABELS, ModelTask, Objective, numbers_of
-from collapipe_flwr.models.validation import find_rope_switch, most_positions
 
 _LIMITS = ("vocab_size", "max_position_embeddings", "image_size", "max_source_positions")
 
@@ -128,8 +127,8 @@ class SegmentPart(Part):
 class EdgePart(LossPart):
     """Upper blocks and a head, or a whole decoder.
 
-    A head that is no class of the library (``own_head``) may call its base model in any way, so it
-    gets the user's own arguments, and its base model ignores them.
+    A head that is not a class of the library (``own_head``) may call its base model in any way, so
+    it gets the user's own arguments, and its base model ignores them.
     """
 
     def __init__(

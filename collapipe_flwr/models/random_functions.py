@@ -44,7 +44,7 @@ COUNTING: ContextVar[bool] = ContextVar("COUNTING", default=True)  # of this thr
 
 @contextmanager
 def leave_uncounted() -> Iterator[None]:
-    """Leave calls of modules in the body uncounted: they are no part of a forward pass."""
+    """Leave calls of modules in the body uncounted: they do not belong to a forward pass."""
     token = COUNTING.set(False)
     try:
         yield

@@ -144,6 +144,7 @@ def builder_of(spec: ModelSpec, config: PreTrainedConfig) -> Any:
 
 
 def place_tensor(model: nn.Module, path: str, tensor: Tensor) -> None:
+    """Set the parameter or buffer at a dotted path, without copying it."""
     owner, name = _find_holder(model, path)
     if name in owner._parameters:
         owner._parameters[name] = tensor  # type: ignore[assignment]
@@ -165,6 +166,7 @@ def leave_holes(model: nn.Module, paths: Iterable[str]) -> None:
 
 
 def read_tensor(model: nn.Module, path: str) -> Tensor:
+    """Return the parameter or buffer at a dotted path."""
     owner, name = _find_holder(model, path)
     tensor: Tensor | None = owner._parameters.get(name)
     if tensor is None:

@@ -18,17 +18,21 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import path_of
 from collapipe_flwr.models.any_splitter import AnySplitter, DescribedModel
 from collapipe_flwr.models.decomposition import find_means, make_up_batch
-from collapipe_flwr.models.describing import describe_live
+from collapipe_flwr.models.describing import describe_live, describe_module, take_first_examples
 from collapipe_flwr.models.foreign_errors import translate_errors
+from collapipe_flwr.models.live_models import (
+    adapters_of,
+    model_inside,
+    prove_base,
+    refuse_unfit,
+    state_of,
+)
 from collapipe_flwr.models.module_call import arguments_of
-from collapipe_flwr.models.module_describing import describe_module, take_first_examples
-from collapipe_flwr.models.peft_models import adapters_of, model_inside, prove_base, state_of
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.skeleton import build_module, make_example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec, ModuleSpec
 from collapipe_flwr.models.splitter import Splitter, splitter_of
 from collapipe_flwr.models.tasks import LABELS, numbers_of
-from collapipe_flwr.models.unfit import refuse_unfit
 
 _log = logging.getLogger("flwr.collapipe")
 

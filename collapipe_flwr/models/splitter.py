@@ -21,7 +21,14 @@ from collapipe_flwr.models.checkpoint import (
     load_checkpoint,
 )
 from collapipe_flwr.models.discovery import family_for
-from collapipe_flwr.models.families import Family, find_blocks, stack_path
+from collapipe_flwr.models.families import (
+    Family,
+    count_device_blocks,
+    find_blocks,
+    most_positions,
+    refuse_inexact,
+    stack_path,
+)
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, make_layout
 from collapipe_flwr.models.lora import (
     PEFT_PREFIX,
@@ -46,7 +53,6 @@ from collapipe_flwr.models.tasks import (
     find_task,
     load_loss,
 )
-from collapipe_flwr.models.validation import count_device_blocks, most_positions, refuse_inexact
 
 _COMMON_INPUTS = frozenset({"attention_mask", "position_ids"})
 _READ_BY_LOSSES = frozenset({"shift_labels", "num_items_in_batch"})  # of transformers

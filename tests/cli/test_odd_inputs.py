@@ -223,7 +223,7 @@ def test_a_token_that_does_not_come_is_one_sentence(
     monkeypatch.setattr(sys, "stdin", given)
     with pytest.raises(SystemExit) as end:
         main()
-    assert end.value.code == RAN and "no join token" in capsys.readouterr().err
+    assert end.value.code == RAN and "not a join token" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("word", "meant"), [("rnu", "run"), ("clsuter", "cluster")])

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from collapipe_flwr.core.errors import DataError
-from collapipe_flwr.data.chat import mark_tokens, write_conversation
+from collapipe_flwr.data.instruct import mark_tokens, write_conversation
 from tests.chats import CHATML, MARKED, PROMPT, TURN, chat_tokenizer, message
 
 TALK = [

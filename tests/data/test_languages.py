@@ -93,8 +93,8 @@ def test_a_saved_model_keeps_the_languages(kind: str, tmp_path: Path) -> None:
     [
         ({"target_language": ""}, r"targets in data\.target-language, such as "),
         ({"source_language": ""}, r"sources in data\.source-language, such as "),
-        ({"target_language": "xx_XX"}, r'^data\.target-language "xx_XX" is no language of .* such'),
-        ({"target_language": "</s>"}, r'^data\.target-language "</s>" is no language of '),
+        ({"target_language": "xx_XX"}, r'^data\.target-language "xx_XX" is not a language of .*'),
+        ({"target_language": "</s>"}, r'^data\.target-language "</s>" is not a language of '),
     ],
 )
 def test_languages_that_are_missing_or_unknown_are_refused(

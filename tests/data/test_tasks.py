@@ -508,7 +508,7 @@ def test_no_picture_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r'2 of 5 .*"image" is no picture .* in rows 1 and 3;'):
         _ = load_task(settings).train
     assert len(load_task(replace(settings, skip_bad_rows=True)).every_row) == 3
-    with pytest.raises(DataError, match=r"d\.png is no picture that Pillow reads"):
+    with pytest.raises(DataError, match=r"d\.png is not a picture that Pillow reads"):
         open_picture({"bytes": None, "path": str(tmp_path / "d.png")})
 
 

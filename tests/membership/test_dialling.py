@@ -165,4 +165,4 @@ def test_a_daemon_dials_where_its_file_says_so_and_else_not(
     with pytest.raises(ConfigError, match=r"--dial hub: .* `collapipe join TOKEN --dial`"):
         settings("pi-1", tmp_path / "pi-1", "hub")
     result = CliRunner().invoke(app, ["join", "x", "--dial", "--address", "10.0.0.11"])
-    assert "who dials has no address" in str(result.exception)
+    assert "that dials has no address" in str(result.exception)

@@ -263,7 +263,7 @@ def test_an_edge_of_two_clusters_stops_when_it_is_removed(tmp_path: Path) -> Non
         assert set(rosters.versions) == {ID, "barn"}
         words = ["cluster", "remove", "edge", "--cluster", ID, "--folder", str(registry.folder)]
         done = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert done.exit_code == 0 and "edge is no member of barn any more" in done.stdout
+    assert done.exit_code == 0 and "edge is not a member of barn any more" in done.stdout
     assert len(heard) == 1
 
 

@@ -142,6 +142,6 @@ def test_figures_that_cannot_be_leave_those_that_are_known(tmp_path: Path, figur
     before = read_figures(config)
     members = [{"name": "pi-1", "address": "10.0.0.2:1", **figure}]
     told = json.dumps({"cluster_id": config.id, "members": members})
-    with pytest.raises(ProtocolError, match="figures that are none"):
+    with pytest.raises(ProtocolError, match="invalid figures"):
         add_figures(config, Roster(text="", signature="", figures=told))
     assert read_figures(config) == before

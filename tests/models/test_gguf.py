@@ -94,7 +94,7 @@ def test_what_cannot_be_converted_is_said_and_nothing_is_written(
     other.write_bytes(b"PK\x03\x04")
     torn = tmp_path / "torn.gguf"
     torn.write_bytes(file.read_bytes()[:2000])
-    for source, words in ((other, "no GGUF file"), (tmp_path / "no.gguf", "does not exist")):
+    for source, words in ((other, "not a GGUF file"), (tmp_path / "no.gguf", "does not exist")):
         with pytest.raises(ConfigError, match=words):
             convert_gguf(source, target)
     with pytest.raises(ModelError, match="cannot convert"):

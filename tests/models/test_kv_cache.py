@@ -9,8 +9,8 @@ import torch
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.describing import make_spec
-from collapipe_flwr.models.part_cache import PartCache
 from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.models.stack import PartCache
 from tests.closeness import assert_near
 
 LLAMA: dict[str, Any] = {
