@@ -43,7 +43,7 @@ from collapipe_flwr.models.spec import (
 )
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import find_built_class, find_task, recognize_task
-from collapipe_flwr.models.trace import Trace, trace_module
+from collapipe_flwr.models.trace import ModelTrace, trace_module
 
 _SPECIAL_TOKENS = (
     "pad_token_id",
@@ -455,7 +455,7 @@ def _find_owners(
     model: nn.Module,
     keys: Mapping[str, tuple[str, ...]],
     names: Sequence[str],
-    trace: Trace,
+    trace: ModelTrace,
     embed: Sequence[str],
     head: Sequence[str],
 ) -> dict[str, set[str]]:
@@ -480,7 +480,7 @@ def _find_owners(
     return found
 
 
-def _ids_of(model: nn.Module, key: str, paths: Sequence[str], trace: Trace) -> str:
+def _ids_of(model: nn.Module, key: str, paths: Sequence[str], trace: ModelTrace) -> str:
     """Return the input that holds the row numbers of a table that is read on both sides."""
     holders = [model.get_submodule(path.rpartition(".")[0]) for path in paths]
     found = trace.ids_of.get(key, {None})

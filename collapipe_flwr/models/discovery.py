@@ -39,7 +39,7 @@ from collapipe_flwr.models.skeleton import (
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.stack import disable_cache
 from collapipe_flwr.models.tasks import TASKS, auto_class, is_transformers_class
-from collapipe_flwr.models.trace import Trace
+from collapipe_flwr.models.trace import ModelTrace
 
 ON_VALUES = "what it computes depends on values, not only on shapes"
 VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -158,7 +158,7 @@ def _find_stack(model: PreTrainedModel, blocks_path: str) -> tuple[str, PreTrain
     )
 
 
-def _trace(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> Trace:
+def _trace(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> ModelTrace:
     """Watch one pass of the stack; raises ModelError if no cut is exact."""
     inputs = make_example_inputs(stack.config, stack.main_input_name, _LENGTH, _EXAMPLES)
     for name in arguments_of(stack, needed=True):
@@ -169,7 +169,7 @@ def _trace(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> Trace:
                 "give SplitModel a module of your own around it, with an example",
             )
     try:
-        trace = Trace(stack, blocks_path, inputs, rebuilt_arguments=True)
+        trace = ModelTrace(stack, blocks_path, inputs, rebuilt_arguments=True)
         with trace.watch():
             stack(**inputs, **disable_cache(stack))
     except VALUES_ASKED as cause:

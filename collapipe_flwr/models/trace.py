@@ -39,14 +39,14 @@ Label = tuple[str, str]  # "input" | "owned" | "drawn" | "block", and its name
 
 def trace_module(
     model: nn.Module, blocks: str, inputs: Sequence[str], batch: Mapping[str, Tensor]
-) -> Trace:
+) -> ModelTrace:
     """Watch one forward pass of a torch module in training mode.
 
     ``model`` is of no further use: its buffers change, and its blocks keep their hooks. Raises
     ModelError if no cut is exact.
     """
     batch = {name: tensor.clone() for name, tensor in batch.items()}  # apart, not views of one
-    trace = Trace(model, blocks, {name: batch[name] for name in inputs if name in batch})
+    trace = ModelTrace(model, blocks, {name: batch[name] for name in inputs if name in batch})
     model.train()
     before = {key: buffer.clone() for key, buffer in model.named_buffers()}
     with (
@@ -64,7 +64,7 @@ def trace_module(
     return trace
 
 
-class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ModelTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A record of which parameters, inputs and blocks each tensor of a forward pass comes from.
 
     ``ahead`` and ``behind`` are the keys read there, ``ids_of`` the inputs that tables ahead are
