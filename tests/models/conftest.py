@@ -222,7 +222,7 @@ class Tiny:
     """Makes tiny specs and padded batches."""
 
     def spec(self, model_type: str, task: str, **choices: Any) -> ModelSpec:
-        """A small random model of that family."""
+        """A small random model of that family; ``sizes`` are pairs that its config has instead."""
         return _make(model_type, task, tuple(sorted(choices.items())))
 
     def batch(self, model_type: str, task: str, *, examples: int = 4) -> dict[str, Tensor]:
@@ -250,13 +250,14 @@ class Tiny:
 def _make(model_type: str, task: str, choices: tuple[tuple[str, Any], ...]) -> ModelSpec:
     tokens: dict[str, Any] = {} if task == "image-classification" else TOKENS
     labels = {"num_labels": 3} if "classification" in task else {}
+    more = dict(choices)
     return make_spec(
         task,
         model_type=model_type,
-        overrides=OVERRIDES[model_type],
+        overrides={**OVERRIDES[model_type], **dict(more.pop("sizes", ()))},
         **tokens,
         **labels,
-        **dict(choices),
+        **more,
     )
 
 
