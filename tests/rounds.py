@@ -25,6 +25,7 @@ from collapipe_flwr.core.domain import (
     ClusterProfile,
     DeviceProfile,
     ModelProfile,
+    PlannedExecution,
     Segment,
 )
 from collapipe_flwr.models.describing import make_spec
@@ -99,6 +100,7 @@ class Cut:
             step_s=1.0,
             energy_j={},
             memory_bytes={},
+            execution=PlannedExecution(schedule=self.schedule),
         )
 
     def warmup_depth(self) -> tuple[int, ...]:
@@ -172,12 +174,13 @@ def order_of(
     """A round of the cut; with ``every``, a snapshot is kept after so many steps."""
     learning = LearningSettings(
         optimizer=rule,
-        schedule=cut.schedule,
         deadline_s=20.0,
         execution=execution or Execution(),
         snapshot_every=every,
     )
-    return TrainingOrder(plan=cut.plan(), weights=weights, learning=learning, **options)
+    asked = PlannedExecution(schedule=cut.schedule, recompute=learning.execution.recompute)
+    plan = replace(cut.plan(), execution=asked)
+    return TrainingOrder(plan=plan, weights=weights, learning=learning, **options)
 
 
 def train_split(

@@ -129,7 +129,6 @@ class Job:
             weights=self.weights,
             learning=LearningSettings(
                 optimizer=self.rule,
-                schedule="gpipe",
                 deadline_s=self.deadline_s,
                 snapshot_every=self.snapshot_every,
             ),

@@ -70,7 +70,7 @@ def train_round(
     start_s = time.perf_counter()
     check_cluster_plan(order.plan, splitter.num_blocks)
     _refuse_cut_batches(splitter, order.plan)
-    dry_run_plan(order.plan, order.learning.schedule, QUEUE_FRAMES)
+    dry_run_plan(order.plan, QUEUE_FRAMES)
     done = RecoveringPipeline(splitter, order, fleet, recovery)
     done.run(batches, probe)
     intervals, last = done.intervals, done.intervals[-1].held.state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import check, one_of
 from collapipe_flwr.core.links import CODECS, Heartbeat, LinkConfig
 from collapipe_flwr.core.measurements import StageMeasurement, TransferStats
-from collapipe_flwr.core.schedule import ALONE, SCHEDULES, ReplicaIndex, turns
+from collapipe_flwr.core.schedule import ALONE, ReplicaIndex, turns
 from collapipe_flwr.pipeline.compute import CPU, hold
 from collapipe_flwr.pipeline.config import (
     LONGEST_WAIT_S,
@@ -34,11 +34,10 @@ PATIENCE_PER_STAGE = 0.5  # upstream waits longer, so that the neighbour of a si
 class LearningSettings:
     """How a cluster learns in one round, set by the server for all clusters.
 
-    Raises ConfigError for an unknown schedule, and for numbers that no round could run with.
+    Raises ConfigError for numbers that no round could run with.
     """
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: str = "1f1b"
     deadline_s: float = 60.0  # longest silence of a neighbour inside a step
     seed: int = 0
     execution: Execution = field(default_factory=Execution)
@@ -62,10 +61,6 @@ class LearningSettings:
         return kept
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(
-                f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}"
-            )
         if not 0 < self.deadline_s <= LONGEST_WAIT_S:
             raise ConfigError(
                 f"deadline_s must be > 0 and <= {LONGEST_WAIT_S:g}, got {self.deadline_s}"
@@ -126,7 +121,7 @@ class TrainingOrder:
         learning = self.learning
         return StageConfig(
             name=EDGE,
-            schedule=learning.schedule,
+            schedule=self.plan.execution.schedule,
             depth=self.plan.warmup_depth[-1],
             deadline_s=learning.deadline_s,
             idle_s=self.idle_s,
@@ -138,14 +133,15 @@ class TrainingOrder:
         """Configure a stage, or a replica of it; 0 is the control unit."""
         learning, segments = self.learning, self.plan.segments
         patience = 1 + PATIENCE_PER_STAGE * (len(segments) - stage)
+        recompute = stage > 0 and self.plan.execution.recompute
         return StageConfig(
             name=segments[stage - 1].device_ids[turn.replica] if stage else CONTROL_UNIT,
-            schedule=learning.schedule,
+            schedule=self.plan.execution.schedule,
             depth=self.plan.warmup_depth[stage],
             deadline_s=learning.deadline_s * patience,
             idle_s=self.idle_s,
             seed=self.dropout_seed,
-            execution=learning.execution if stage else learning.execution.without_recompute,
+            execution=replace(learning.execution, recompute=recompute),
             turn=turn,
             privacy=self.privacy,
         )

@@ -44,7 +44,7 @@ from collapipe_flwr.core.errors import (
     MemberFailed,
     ModelError,
 )
-from collapipe_flwr.costs.work import PricingOptions, end_bytes
+from collapipe_flwr.costs.work import end_bytes
 from collapipe_flwr.host.allocator import trim_heap
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.parts import EmbeddingPart
@@ -408,16 +408,10 @@ class RecoveringPipeline:
         self, plan: ClusterPlan, present: Collection[str], recovery: Recovery, error: LinkError
     ) -> ClusterPlan:
         """Plan for the devices that are left; raises InfeasibleError where no plan fits."""
-        learning = self.order.learning
         remains = ReplanInput(
             profile=recovery.profile,
             model=recovery.model(),
             present=present,
-            options=PricingOptions(
-                schedule=learning.schedule,
-                recompute=learning.execution.recompute,
-                memory_margin=plan.memory_margin,
-            ),
         )
         try:
             return without_lost(plan, remains) or replan(plan, remains)

@@ -15,6 +15,7 @@ from typing import Annotated
 from collapipe_flwr.core import bounds
 from collapipe_flwr.core.keys import at_least, one_of
 from collapipe_flwr.core.links import CODECS, LinkConfig
+from collapipe_flwr.core.schedule import SCHEDULES
 
 IGNORED_LABEL = -100  # transformers' mark for positions without a target
 MOST_DEVICES = 1000  # of one cluster
@@ -304,6 +305,14 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedExecution:
+    """How stages carry out a plan: the order of their passes, and whether devices recompute."""
+
+    schedule: Annotated[str, one_of(*SCHEDULES)] = "1f1b"
+    recompute: bool = False  # forward again in the backward pass instead of keeping activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
     """The round of one cluster; segments are in pipeline order, depths are per replica.
 
@@ -330,6 +339,7 @@ class ClusterPlan:
     memory_margin: float = MEMORY_MARGIN  # left free on every device
     hops: tuple[LinkConfig, ...] = ()  # control unit to the first device, ..., the last to the edge
     edge: bounds.Text = ""  # the id of the edge, where the cluster has several
+    execution: PlannedExecution = PlannedExecution()
 
     @property
     def member_ids(self) -> tuple[str, ...]:

@@ -26,14 +26,13 @@ Profile = TypeVar("Profile", DeviceProfile, EdgeProfile)
 EDGE = ""  # in place of a device's id, where there is one edge
 
 
-def stage_parts(
-    plan: ClusterPlan, model: ModelProfile, *, recompute: bool
-) -> dict[str, tuple[float, float]]:
+def stage_parts(plan: ClusterPlan, model: ModelProfile) -> dict[str, tuple[float, float]]:
     """Count passes and operations of one example in every stage, forward and backward.
 
     Control unit, devices and the edge by its id; see `StageSample` for what counts as a pass.
     """
     ends = {plan.member_ids[0]: model.embedding, plan.edge: model.decoder}
+    recompute = plan.execution.recompute
     parts = {n: (1.0, cost.forward_flop + cost.backward_flop) for n, cost in ends.items()}
     for segment in plan.segments:
         blocks = model.blocks[segment.first_block : segment.stop_block]

@@ -25,7 +25,13 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from collapipe_flwr.core.domain import MEMORY_MARGIN, BlockCost, ModelProfile
+from collapipe_flwr.core.domain import (
+    MEMORY_MARGIN,
+    BlockCost,
+    ClusterPlan,
+    ModelProfile,
+    PlannedExecution,
+)
 from collapipe_flwr.core.keys import key, one_of
 from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
@@ -56,6 +62,19 @@ class PricingOptions:
     memory_margin: float = MEMORY_MARGIN  # share of every memory that plans leave free
     schedule: str = key("1f1b", one_of(*SCHEDULES))
     half_duplex: bool = False  # links carry one direction at a time; irrelevant to GPipe
+
+    @property
+    def execution(self) -> PlannedExecution:
+        """What plans by these options ask of stages."""
+        return PlannedExecution(schedule=self.schedule, recompute=self.recompute)
+
+    @staticmethod
+    def of_plan(plan: ClusterPlan) -> PricingOptions:
+        """Return the options of a plan, as far as it states them."""
+        asked = plan.execution
+        return PricingOptions(
+            schedule=asked.schedule, recompute=asked.recompute, memory_margin=plan.memory_margin
+        )
 
 
 def computing_of(

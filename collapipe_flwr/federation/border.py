@@ -133,11 +133,11 @@ def _check_replanned(last: ClusterPlan, begun: ClusterPlan | None, cluster_id: s
         check_cluster_plan(last, begun.segments[-1].stop_block)
     except ScheduleError as error:
         raise ProtocolError(f"{where}: {to_one_line(str(error))}") from error
-    for name in ("micro_batch_size", "micro_batches", "local_steps"):
+    for name in ("micro_batch_size", "micro_batches", "local_steps", "execution"):
         if getattr(last, name) != getattr(begun, name):
             raise ProtocolError(f"{where} has another {name} than it was sent")
     try:
-        dry_run_plan(last, "1f1b")  # by which depths that suit GPipe do not block either
+        dry_run_plan(last)
     except ScheduleError as error:
         raise ProtocolError(f"{where}: {to_one_line(str(error))}") from error
     devices, control_unit = (

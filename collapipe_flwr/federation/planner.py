@@ -94,6 +94,13 @@ class Planning:
         )
         return replace(self, settings=settings)
 
+    def recomputing(self) -> Planning:
+        """Plan for devices that compute forward passes again instead of keeping activations."""
+        settings, policy = replace(self.settings, recompute=True), self.policy
+        if isinstance(policy, Policy):
+            policy = replace(policy, settings=replace(policy.settings, recompute=True))
+        return replace(self, settings=settings, policy=policy)
+
     def check(self, model: ModelProfile) -> ModelProfile:
         """Return the model; raises ConfigError where it has fewer blocks than are to be trusted."""
         if self.trusted_blocks > len(model.blocks):
@@ -358,7 +365,9 @@ def planner_of(
             planning = replace(planning, settings=scheduler.settings)
     if model.batch_size is not None:
         planning = planning.for_batches(model.batch_size, cut=not model.splitter.whole_batches)
-    first, planned = learning(1), planning.settings.schedule
+    first = learning(1)
+    if first.execution.recompute:
+        planning = planning.recomputing()
     if first.labels_at_home:
         planning = replace(planning, labels_at_home=True)
     if first.trusted_blocks:
@@ -366,11 +375,6 @@ def planner_of(
     planning = replace(planning, updates=first.updates)
     if edge_address:
         planning = replace(planning, edge_address=edge_address)
-    if first.schedule != planned:
-        raise ConfigError(
-            f"rounds are planned for schedule {planned!r}, but run by {first.schedule!r}: give "
-            f"learning=LearningSettings(schedule={planned!r}), or change the scheduler"
-        )
     return DescribedClusters(
         planning,
         lambda: planning.check(

@@ -18,7 +18,7 @@ from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import EDGE, LearningSettings, TrainingOrder
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
-from collapipe_flwr.core.domain import ClusterPlan, Segment
+from collapipe_flwr.core.domain import ClusterPlan, PlannedExecution, Segment
 from collapipe_flwr.core.errors import (
     CollaPipeError,
     ConfigError,
@@ -80,6 +80,7 @@ def plan_evenly(
         step_s=0.0,
         energy_j={},
         memory_bytes={},
+        execution=PlannedExecution(schedule="gpipe"),
     )
 
 
@@ -109,9 +110,7 @@ class ServedModel:
         order = TrainingOrder(
             plan=plan,
             weights=self.weights,
-            learning=LearningSettings(
-                optimizer=STATELESS, schedule="gpipe", deadline_s=self.deadline_s
-            ),
+            learning=LearningSettings(optimizer=STATELESS, deadline_s=self.deadline_s),
             idle_s=IDLE_S,
             compute=self.compute,
         )

@@ -299,4 +299,5 @@ def _cluster_plan(solution: Solution, m: int, priced: PricedCluster, depths: Dep
         memory_bytes=priced.memory_bytes,
         hops=hop_plans(chain.hops, m),
         edge=chain.tables.snapshot.clusters[m].profile.edge_id,
+        execution=chain.options.execution,
     )

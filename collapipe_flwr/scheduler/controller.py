@@ -343,7 +343,6 @@ class RoundController:
             profile,
             seen.model,
             links=tuple(link_samples(plan, measured, paced=self._paced)),
-            recompute=self._options.recompute,
         )
         return self._with_expected(found)
 

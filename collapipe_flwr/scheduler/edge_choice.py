@@ -189,7 +189,6 @@ class EdgeChoice:
             profile=cluster.profile,
             model=self._snapshot.model,
             present=ids,
-            options=self._settings,
         )
         try:
             return replan(plan, rest)

@@ -45,7 +45,6 @@ def measured_outcome(
     model: ModelProfile,
     *,
     links: tuple[LinkSample, ...],
-    recompute: bool,
 ) -> ClusterOutcome:
     """Compute the measured outcome of ``plan``, whose predicted price was ``planned``."""
     reports = _by_member(plan, measured)
@@ -66,7 +65,7 @@ def measured_outcome(
         loss=measured.loss,
         gradient_noise=measured.gradient_noise,
         links=links,
-        stages=tuple(_samples(plan, measured, trusted, model, recompute)),
+        stages=tuple(_samples(plan, measured, trusted, model)),
         measured=is_timed,
         metered=tuple(name for name, report in trusted.items() if _is_metered(report)),
     )
@@ -138,13 +137,12 @@ def _samples(
     measured: ClusterMeasurement,
     reports: dict[str, StageMeasurement],
     model: ModelProfile,
-    recompute: bool,
 ) -> Iterator[StageSample]:
     """Yield a sample of every stage, or none if blocks moved during the round."""
     if measured.incidents:
         return
     together = {name: s.device_ids for s in plan.segments for name in s.device_ids}
-    for name, (passes, flop) in stage_parts(plan, model, recompute=recompute).items():
+    for name, (passes, flop) in stage_parts(plan, model).items():
         report, count = reports.get(name), _micro_batches(plan, reports.get(name))
         whole = sum(_micro_batches(plan, reports.get(n)) for n in together.get(name, (name,)))
         if report is None or count <= 0:
@@ -213,7 +211,7 @@ def simulated_cluster(
     """
     members = {member.device_id: member for member in profile.members}
     samples = []
-    for name, (passes, each) in stage_parts(plan, truth.model, recompute=options.recompute).items():
+    for name, (passes, each) in stage_parts(plan, truth.model).items():
         member, flop = members.get(name), plan.micro_batch_size * each
         samples.append(
             StageSample(

@@ -60,20 +60,20 @@ def check_privacy(plan: ClusterPlan, profile: ClusterProfile) -> None:
         )
 
 
-def dry_run_plan(plan: ClusterPlan, schedule: str, queue_frames: int | None = None) -> None:
+def dry_run_plan(plan: ClusterPlan, queue_frames: int | None = None) -> None:
     """Play the schedule that the plan's stages will execute, without computing.
 
     Raises ScheduleError if it would block over links that hold `queue_frames` frames, or if a stage
     would keep more micro-batches in flight than the plan states.
     """
-    where = f"plan of cluster {plan.cluster_id!r}"
+    where, schedule = f"plan of cluster {plan.cluster_id!r}", plan.execution.schedule
     depths, count = plan.warmup_depth, plan.micro_batches
     found = build_unchecked(schedule, depths, count, plan.replicas)
     for worker, most in zip(found.workers, found.in_flight(), strict=True):
         if most > (depth := depths[worker.stage]):
             raise ScheduleError(
                 f"{where}: {schedule} keeps {most} micro-batches in flight on {worker}, but "
-                f"warmup_depth allows {depth}: plan for {schedule}, or run the round as 1f1b"
+                f"warmup_depth allows {depth}"
             )
     try:
         found.dry_run(queue_frames)

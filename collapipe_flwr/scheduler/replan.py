@@ -51,12 +51,11 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplanInput:
-    """What is left of a cluster, and how its plan is executed."""
+    """What is left of a cluster."""
 
     profile: ClusterProfile
     model: ModelProfile
     present: Collection[str]  # device ids that answer
-    options: PricingOptions
 
     @property
     def devices(self) -> tuple[DeviceProfile, ...]:
@@ -96,7 +95,7 @@ def _replanned(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan:
     except InfeasibleError as error:
         raise InfeasibleError(_refusal(plan, rest)) from error
     found = _with_segments(plan, rest, path, path.value(problem))
-    dry_run_plan(found, rest.options.schedule)
+    dry_run_plan(found)
     return found
 
 
@@ -108,16 +107,16 @@ def _problem(plan: ClusterPlan, rest: ReplanInput) -> SegmentProblem:
     overhead = overhead * span_sums(blocks.count_l)
     ahead = size * span_sums(blocks.forward_flop_l) / speed + AHEAD * overhead
     back = size * span_sums(blocks.backward_flop_l) / speed + BACK * overhead
-    if rest.options.recompute:
+    if plan.execution.recompute:
         back = back + ahead
     room = np.array([d.memory_bytes for d in devices])[:, None, None]
-    room = np.minimum(room * (1.0 - rest.options.memory_margin), plan.most_bytes)
+    room = np.minimum(room * (1.0 - plan.memory_margin), plan.most_bytes)
     need = _segment_bytes(plan, rest)
     allowed = np.tri(len(need), k=-1, dtype=bool).T
     allowed = allowed & (need <= room)
     allowed &= np.arange(len(need))[:, None] >= np.array(rest.first_blocks)[:, None, None]
     hops = np.zeros((len(devices) + 1, len(devices) + 2, len(need)))
-    overlaps = rest.options.schedule == "1f1b"
+    overlaps = plan.execution.schedule == "1f1b"
     embedding, own = rest.model.embedding, rest.profile.control_unit.speed_flop_per_s
     ends = (size * embedding.forward_flop / own, size * embedding.backward_flop / own)
     return SegmentProblem(
@@ -136,9 +135,10 @@ def _problem(plan: ClusterPlan, rest: ReplanInput) -> SegmentProblem:
 def _segment_bytes(plan: ClusterPlan, rest: ReplanInput) -> Array:
     """Peak bytes of every span of blocks, (L + 1, L + 1), at the most micro-batches in flight."""
     flight = plan.micro_batches
-    if rest.options.schedule == "1f1b":
+    if plan.execution.schedule == "1f1b":
         flight = min(flight, plan.warmup_depth[-1] + len(rest.devices))
-    return segment_bytes(block_table(rest.model), rest.options, plan.micro_batch_size, flight)
+    options = PricingOptions.of_plan(plan)
+    return segment_bytes(block_table(rest.model), options, plan.micro_batch_size, flight)
 
 
 def _with_segments(plan: ClusterPlan, rest: ReplanInput, path: Path, step_s: float) -> ClusterPlan:
@@ -237,7 +237,7 @@ def _refusal(plan: ClusterPlan, rest: ReplanInput) -> str:
             "or trust another one"
         )
     need = float(_segment_bytes(plan, rest)[0, -1])
-    room = (1.0 - rest.options.memory_margin) * sum(d.memory_bytes for d in rest.devices)
+    room = (1.0 - plan.memory_margin) * sum(d.memory_bytes for d in rest.devices)
     why = f"all blocks need {compared(need, room, 'they have')}"
     if need <= room:
         why += ", but no cut into contiguous segments keeps every device within its own"
@@ -262,7 +262,7 @@ def without_lost(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan | None:
     thinned = replace(plan, segments=tuple(segment for segment in segments if segment is not None))
     for depths in _propose_depths(plan, thinned.replicas):
         candidate = _predict(plan, replace(thinned, warmup_depth=depths), rest)
-        if candidate is not None and _can_run(candidate, rest.options.schedule):
+        if candidate is not None and _can_run(candidate):
             return candidate
     return None
 
@@ -279,9 +279,9 @@ def _propose_depths(plan: ClusterPlan, left: tuple[int, ...]) -> Iterator[tuple[
     yield plan.warmup_depth
 
 
-def _can_run(plan: ClusterPlan, schedule: str) -> bool:
+def _can_run(plan: ClusterPlan) -> bool:
     try:
-        dry_run_plan(plan, schedule)
+        dry_run_plan(plan)
     except ScheduleError:
         return False
     return True
@@ -289,8 +289,8 @@ def _can_run(plan: ClusterPlan, schedule: str) -> bool:
 
 def _predict(before: ClusterPlan, plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan | None:
     """Predict for the devices that are left; None where a memory is too small."""
-    blocks, margin = block_table(rest.model), 1.0 - rest.options.memory_margin
-    most = before.most_bytes
+    blocks, margin = block_table(rest.model), 1.0 - plan.memory_margin
+    most, options = before.most_bytes, PricingOptions.of_plan(plan)
     room = {device.device_id: min(device.memory_bytes * margin, most) for device in rest.devices}
     need: dict[str, float] = {}
     more: dict[str, float] = {}
@@ -300,7 +300,7 @@ def _predict(before: ClusterPlan, plan: ClusterPlan, rest: ReplanInput) -> Clust
         has = len(segment.device_ids)
         own = len(ReplicaIndex(replicas=has).own(plan.micro_batches))
         flight = min(plan.warmup_depth[stage], own)
-        sizes = segment_bytes(blocks, rest.options, plan.micro_batch_size, flight)
+        sizes = segment_bytes(blocks, options, plan.micro_batch_size, flight)
         size = float(sizes[segment.first_block, segment.stop_block])
         need |= dict.fromkeys(segment.device_ids, size)
         more |= dict.fromkeys(segment.device_ids, had / has)

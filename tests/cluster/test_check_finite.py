@@ -70,9 +70,7 @@ def _train(
     order = TrainingOrder(
         plan=plan,
         weights=weights,
-        learning=LearningSettings(
-            optimizer=SGD, schedule=CUT.schedule, deadline_s=20.0, execution=execution
-        ),
+        learning=LearningSettings(optimizer=SGD, deadline_s=20.0, execution=execution),
     )
     return train_round(
         splitter, order, micro_batches(splitter, steps_of(splitter, CUT, count=1)), fleet

@@ -48,9 +48,7 @@ def _order(splitter: Splitter, plan: ClusterPlan, deadline_s: float = 60.0) -> T
     return TrainingOrder(
         plan=plan,
         weights=splitter.initial_weights(seed=0),
-        learning=LearningSettings(
-            optimizer=OptimizerConfig(name="sgd"), schedule="gpipe", deadline_s=deadline_s
-        ),
+        learning=LearningSettings(optimizer=OptimizerConfig(name="sgd"), deadline_s=deadline_s),
     )
 
 

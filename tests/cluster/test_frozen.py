@@ -100,7 +100,7 @@ def _train(splitter: Splitter, weights: Mapping[str, Tensor], steps, cache: Path
     order = TrainingOrder(
         plan=CUT.plan(),
         weights=weights,
-        learning=LearningSettings(optimizer=ADAMW, schedule="gpipe", deadline_s=20.0),
+        learning=LearningSettings(optimizer=ADAMW, deadline_s=20.0),
     )
     kept = WeightCache(cache, most_bytes=10**9)
     without = HostService(_elsewhere, connect=Dialer(name="d1"), cache=kept)

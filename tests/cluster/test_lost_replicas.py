@@ -10,7 +10,7 @@ from torch import Tensor
 from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
-from collapipe_flwr.costs.work import PricingOptions
+from collapipe_flwr.core.domain import PlannedExecution
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.scheduler.replan import ReplanInput, without_lost
 from tests.closeness import assert_near, assert_same
@@ -88,13 +88,12 @@ def test_a_stage_that_loses_its_only_device_is_planned_again(splitter: Splitter,
     assert_same(weights, undisturbed)
 
 
-def _rest(splitter: Splitter, memory_bytes: int, schedule: str = "1f1b") -> ReplanInput:
+def _rest(splitter: Splitter, memory_bytes: int) -> ReplanInput:
     plans = recovery(splitter, memory_bytes=memory_bytes)
     return ReplanInput(
         profile=plans.profile,
         model=plans.model(),
         present=("A/d0", "A/d2"),
-        options=PricingOptions(schedule=schedule),
     )
 
 
@@ -108,8 +107,8 @@ def test_one_that_cannot_hold_the_others_micro_batches_keeps_its_own_depth(
     most = max(roomy.memory_bytes.values())
     tight = without_lost(deep, _rest(splitter, most - 1000))
     assert tight is not None and tight.warmup_depth == deep.warmup_depth
-    gpipe = replace(deep, warmup_depth=(64,) * 4)
-    assert without_lost(gpipe, _rest(splitter, most - 1000, "gpipe")) is None
+    gpipe = replace(deep, warmup_depth=(64,) * 4, execution=PlannedExecution(schedule="gpipe"))
+    assert without_lost(gpipe, _rest(splitter, most - 1000)) is None
 
 
 def test_predictions_are_of_those_that_are_left(splitter: Splitter) -> None:

@@ -85,7 +85,7 @@ class Cluster:
         order = TrainingOrder(
             plan=Cut(stops=(stop, BLOCKS), micro_batches=(SIZE,)).plan(),
             weights=self._weights,
-            learning=LearningSettings(optimizer=ADAMW, schedule="gpipe", deadline_s=60.0),
+            learning=LearningSettings(optimizer=ADAMW, deadline_s=60.0),
             slots=self._slots,
             keep_optimizer=True,
         )

@@ -16,8 +16,6 @@ def test_a_deadline_is_a_time_that_ends(deadline_s: float) -> None:
         LearningSettings(deadline_s=deadline_s)
 
 
-def test_a_schedule_and_a_snapshot_are_checked_where_they_are_given() -> None:
-    with pytest.raises(ConfigError, match="one of gpipe, 1f1b, got 'pipedream'"):
-        LearningSettings(schedule="pipedream")
+def test_a_snapshot_is_checked_where_it_is_given() -> None:
     with pytest.raises(ConfigError, match="snapshot_every must be >= 0, got -1"):
         LearningSettings(snapshot_every=-1)

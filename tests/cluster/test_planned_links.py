@@ -65,7 +65,6 @@ def _order(splitter: Splitter, plan: ClusterPlan, *, paced: bool, every: int = 0
         weights=splitter.initial_weights(seed=0),
         learning=LearningSettings(
             optimizer=SGD,
-            schedule="gpipe",
             deadline_s=20.0,
             execution=Execution(paced=paced),
             snapshot_every=every,

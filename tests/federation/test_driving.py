@@ -78,7 +78,7 @@ def test_its_own_start_runs_with_our_hooks_and_leaves_its_attributes(floats, dri
     }
     assert len(records) == 2
     assert [m.content["config"]["lr"] for m in here.sent] == [0.5, 0.5, 0.25, 0.25]
-    assert all("collapipe.plan" in m.content["config"] for m in here.sent)
+    assert all("collapipe.cluster-id" in m.content["config"] for m in here.sent)
 
 
 def test_a_run_that_is_saved_is_driven_as_well(floats, drifting, tmp_path):
@@ -141,7 +141,7 @@ def test_a_method_that_was_replaced_on_the_instance_is_called_once_by_ours(float
     here = grid(drifting)
     CollaPipe(inner).start(here, floats, num_rounds=2)
     assert calls == [1, 2]
-    assert all("collapipe.plan" in m.content["config"] for m in here.sent)
+    assert all("collapipe.cluster-id" in m.content["config"] for m in here.sent)
 
 
 def test_a_driver_is_the_inner_strategy_in_another_body():

@@ -30,6 +30,7 @@ from collapipe_flwr import (
 )
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.loader import LoaderBatches
+from collapipe_flwr.core.domain import PlannedExecution
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.client.cluster import mods_of
 from collapipe_flwr.federation.client.pipeline_round import MOST_PREDICTED, _cut_steps
@@ -37,6 +38,7 @@ from collapipe_flwr.federation.planner import Planning
 from collapipe_flwr.federation.round import RoundRecord
 from collapipe_flwr.federation.split import PersonalArrays
 from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.transport.methods import FrameLimits
@@ -534,10 +536,15 @@ def test_a_round_whose_only_node_describes_no_cluster_has_failed(odd: int) -> No
         raising.start(here, start, num_rounds=2)
 
 
-def test_rounds_run_by_the_schedule_that_they_are_planned_for() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_plan_says_how_it_is_executed(recompute: bool) -> None:
     planning = Planning(settings=SchedulerConfig(schedule="gpipe"))
-    same = LearningSettings(schedule="gpipe")
+    learning = LearningSettings(execution=Execution(recompute=recompute))
+    asked = PlannedExecution(schedule="gpipe", recompute=recompute)
     for scheduler in (planning, make_scheduler("dssda", planning.settings)):
-        with pytest.raises(ConfigError, match="planned for schedule 'gpipe', but run by '1f1b'"):
-            CollaPipe(FedAvg(), model=split(), scheduler=scheduler)
-        CollaPipe(FedAvg(), model=split(), scheduler=scheduler, learning=same)
+        records: list[RoundRecord] = []
+        wrapped = partial(CollaPipe, FedAvg(), model=split(), optimizer=RULE, learning=learning)
+        run(wrapped(scheduler=scheduler, on_round=records.append), client(), rounds=1)
+        (record,) = records
+        assert record.plan is not None
+        assert {cluster.execution for cluster in record.plan.clusters} == {asked}

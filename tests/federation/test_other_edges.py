@@ -37,7 +37,7 @@ def settle(planner: KnownClusters, planned, slower: float = 1.0, **changes: obje
     plan = planned.cluster_plan(11)
     measured = told(replace(plan, edge=""), planner, slower=1.0)
     used = next(e for e in planner.world.clusters[0].edges if e.id == plan.edge)
-    passes, flop = stage_parts(plan, MODEL, recompute=False)[plan.edge]
+    passes, flop = stage_parts(plan, MODEL)[plan.edge]
     each_s = slower * taken_s(used, passes, flop * measured.examples / measured.edge.micro_batches)
     busy_s = STEPS * plan.micro_batches * each_s
     measured = replace(
@@ -104,7 +104,7 @@ def test_a_member_that_computes_the_head_spends_joules_for_it() -> None:
             outcome = settle(planner, planned)
             spent_j.append(outcome.clusters[0].energy_j[name])
         plan = planned.cluster_plan(11)
-        passes, flop = stage_parts(plan, MODEL, recompute=False)[plan.edge]
+        passes, flop = stage_parts(plan, MODEL)[plan.edge]
         del passes
         head_j = 1e-9 * flop * EXAMPLES + 0.25 * place.tx_power_w
         own_j = spent_j[0] if member == "control-unit" else 0.0

@@ -35,7 +35,7 @@ def told(plan: ClusterPlan, planner: KnownClusters, slower: float = 2.0) -> Clus
     members = {m.device_id: m for m in profile.members}
     passes = STEPS * plan.micro_batches
     reports = {}
-    for name, (blocks, flop) in stage_parts(plan, MODEL, recompute=False).items():
+    for name, (blocks, flop) in stage_parts(plan, MODEL).items():
         profile_ = planner.world.edge if name == EDGE else members[name]
         each_s = slower * taken_s(profile_, blocks, flop * EXAMPLES / passes)
         reports[name] = StageMeasurement(

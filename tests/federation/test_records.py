@@ -61,7 +61,7 @@ TASK = TaskAssignment(
     split=SplitTask(
         model_spec_json='{"task": "seq2seq"}',
         edge_address="127.0.0.1:4711",
-        learning=LearningSettings(optimizer=OptimizerConfig(), schedule="1f1b", seed=3),
+        learning=LearningSettings(optimizer=OptimizerConfig(), seed=3),
     ),
 )
 TELEMETRY = ClusterMeasurement(

@@ -205,7 +205,7 @@ def test_nothing_goes_back_to_a_frozen_embedding(adapted: Splitter) -> None:
     order = TrainingOrder(
         plan=cut.plan(),
         weights=weights,
-        learning=LearningSettings(optimizer=rule, schedule=cut.schedule, deadline_s=20.0),
+        learning=LearningSettings(optimizer=rule, deadline_s=20.0),
     )
     batches = micro_batches(adapted, _steps(adapted, cut, count=1))
     result = train_round(adapted, order, batches, ThreadFleet(ThreadEdge()))

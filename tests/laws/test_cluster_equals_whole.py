@@ -119,7 +119,7 @@ def test_a_test_set_without_labels_has_no_loss(splitter: Splitter, guessing) -> 
     order = TrainingOrder(
         plan=cut.plan(),
         weights=weights,
-        learning=LearningSettings(optimizer=SGD, schedule="gpipe", deadline_s=20.0),
+        learning=LearningSettings(optimizer=SGD, deadline_s=20.0),
     )
     batches, fleet = micro_batches(splitter, steps), ThreadFleet(ThreadEdge())
     found = evaluate_batches(splitter, order, batches, fleet, wanted=guessing)

@@ -94,7 +94,7 @@ def test_a_round_with_devices_that_dial_equals_the_unsplit_model(
     order = TrainingOrder(
         plan=CUT.plan(),
         weights=weights,
-        learning=LearningSettings(optimizer=ADAMW, schedule=CUT.schedule, deadline_s=20.0),
+        learning=LearningSettings(optimizer=ADAMW, deadline_s=20.0),
     )
 
     def batches():

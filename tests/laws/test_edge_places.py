@@ -170,9 +170,7 @@ def place(name: str) -> Iterator[Place]:
 def train(
     at: Place, splitter: Splitter, weights: dict[str, Tensor], steps, **learning
 ) -> tuple[tuple[float, ...], dict[str, Tensor]]:
-    settings = LearningSettings(
-        optimizer=ADAMW, schedule=CUT.schedule, deadline_s=20.0, heartbeat=None, **learning
-    )
+    settings = LearningSettings(optimizer=ADAMW, deadline_s=20.0, heartbeat=None, **learning)
     task = SplitTask(
         model_spec_json=splitter.spec.to_json(), edge_address=at.address, learning=settings
     )

@@ -90,9 +90,7 @@ def test_it_counts_against_the_budget_of_the_device_and_is_priced_where_edges_ar
 def test_a_new_plan_within_a_round_counts_the_head() -> None:
     plan, snapshot, _ = planned()
     (cluster,), (part,) = snapshot.clusters, plan.clusters
-    rest = ReplanInput(
-        profile=cluster.profile, model=MODEL, present=part.device_ids[:1], options=SETTINGS
-    )
+    rest = ReplanInput(profile=cluster.profile, model=MODEL, present=part.device_ids[:1])
     again, edge = replan(part, rest), cluster.profile.edge
     assert edge is not None
     head_j = computing_j(part, edge.energy_per_flop_j)

@@ -11,7 +11,6 @@ from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.plans import check_cluster_plan
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
@@ -58,7 +57,7 @@ def test_hops_between_old_neighbours_stay_and_new_ones_are_coarse(plan: ClusterP
     kept = [segment.device_id for segment in plan.segments if segment.device_id != lost]
     after = replan(
         plan,
-        ReplanInput(profile=WORLD.clusters[0], model=MODEL, present=kept, options=PricingOptions()),
+        ReplanInput(profile=WORLD.clusters[0], model=MODEL, present=kept),
     )
     check_cluster_plan(after, len(MODEL.blocks))
     names = ["", *(segment.device_id for segment in after.segments), ""]
@@ -69,7 +68,7 @@ def test_hops_between_old_neighbours_stay_and_new_ones_are_coarse(plan: ClusterP
 
 
 def test_a_cluster_that_lost_all_its_devices_hears_the_way_out(plan: ClusterPlan) -> None:
-    rest = ReplanInput(profile=WORLD.clusters[0], model=MODEL, present=(), options=PricingOptions())
+    rest = ReplanInput(profile=WORLD.clusters[0], model=MODEL, present=())
     with pytest.raises(InfeasibleError) as refused:
         replan(plan, rest)
     said = str(refused.value)

@@ -125,7 +125,6 @@ def test_a_loss_keeps_the_share_or_ends_it(schedule: str) -> None:
             profile=snapshot.clusters[0].profile,
             model=snapshot.model,
             present=names[-left:],
-            options=options,
         )
         after = replan(plan, rest)
         assert cluster_share(after) <= (after.model_share or np.inf) * (1.0 + 1e-9)

@@ -71,7 +71,7 @@ def test_a_plan_with_replicas_keeps_every_limit_and_pays_less(seed: int, schedul
     devices = {d.device_id: d for d in snapshot.clusters[0].profile.members}
     for cluster in plan.clusters:
         check_cluster_plan(cluster, 4)
-        dry_run_plan(cluster, schedule)
+        dry_run_plan(cluster)
         for name, size in cluster.memory_bytes.items():
             assert size <= (1.0 - settings.memory_margin) * devices[name].memory_bytes
         for powers in (cluster.tx_power_w, cluster.gradient_power_w):

@@ -191,7 +191,7 @@ def test_no_loss_of_a_device_moves_a_first_block_to_one_that_is_not_trusted(
     before, profile = plan.clusters[0], snapshot.clusters[0].profile
     gone = before.device_ids[lost % len(before.device_ids)]
     names = [d.device_id for d in profile.devices if d.device_id != gone]
-    rest = ReplanInput(profile=profile, model=snapshot.model, present=names, options=options)
+    rest = ReplanInput(profile=profile, model=snapshot.model, present=names)
     try:
         after = without_lost(before, rest) or replan(before, rest)
     except InfeasibleError as error:
@@ -211,7 +211,7 @@ def test_more_devices_than_all_orders_allow_keep_it_after_a_loss() -> None:
     assert plan is not None
     gone = next(d.device_id for d in profile.devices if d.device_id != slowest)
     names = [d.device_id for d in profile.devices if d.device_id != gone]
-    rest = ReplanInput(profile=profile, model=snapshot.model, present=names, options=PLAIN)
+    rest = ReplanInput(profile=profile, model=snapshot.model, present=names)
     after = replan(plan.clusters[0], rest)
     assert after.segments[0].device_id == slowest
 

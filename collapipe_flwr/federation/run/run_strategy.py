@@ -41,7 +41,6 @@ def learning_settings(config: AppConfig, run_id: str, server_round: int) -> Lear
     """Build the learning settings of one round."""
     return LearningSettings(
         optimizer=config.optimizer(server_round),
-        schedule=config.scheduler.settings.schedule,
         deadline_s=config.edge.timeout_s,
         seed=config.run.seed,
         execution=config.execution,
