@@ -16,6 +16,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from collapipe_flwr.core.domain import ClusterPlan, Movement, Plan, RoundOutcome
 from collapipe_flwr.core.errors import Diverged, LinkError, ProtocolError, RunError
 from collapipe_flwr.core.incident import LATE, LOST, Incident
+from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.core.links import LinkReport
 from collapipe_flwr.core.measurements import ClusterMeasurement, TransferStats
 from collapipe_flwr.federation import border, records
@@ -25,6 +26,7 @@ from collapipe_flwr.federation.records import Sent
 from collapipe_flwr.federation.split import PersonalArrays, SplitTraining
 from collapipe_flwr.federation.updates import EXACT
 from collapipe_flwr.pipeline.config import PassesDone
+from collapipe_flwr.reporting.events import RoundEvent, cluster_json, link_json
 from collapipe_flwr.reporting.progress import ClusterProgress
 
 log = logging.getLogger("flwr.collapipe")
@@ -130,6 +132,47 @@ class RoundRecord:
             totals.update(measured.link_bytes)
         return totals
 
+    def event(self, wall_s: float, *, paced: bool = False) -> RoundEvent:
+        """Make the line of ``events.jsonl``, before the round's evaluation.
+
+        ``paced`` says whether senders kept to planned rates.
+        """
+        links, metrics, outcome = self.link_bytes, self.train_metrics, self.outcome
+        loss = metrics.get("train_loss", metrics.get("loss"))  # as clusters, or our app, name it
+        spent = {name: measured.epsilon for name, measured in self.telemetry.items()}
+        return RoundEvent(
+            round_index=self.server_round,
+            plan=None if self.plan is None else to_plain(self.plan),
+            loss=loss if isinstance(loss, float) else None,
+            metrics={},
+            predicted_latency_s=None if self.plan is None else self.plan.latency_s,
+            latency_s=outcome.latency_s,
+            clusters={
+                found.cluster_id: cluster_json(self.planned(found.cluster_id), found)
+                for found in outcome.clusters
+            },
+            energy_j=_flatten(outcome.energy_j),
+            queues_j=_flatten(outcome.queues_j),
+            bytes={
+                "d2d": links["d2d"],
+                "d2e": links["d2e"],
+                "flower": self.flower_bytes_sent + self.flower_bytes_received,
+                "weights": self.moved.sent_bytes + self.moved.received_bytes,
+                "spared": self.moved.spared_bytes,
+            },
+            links=tuple(map(link_json, self.links(paced=paced))),
+            memory_bytes={
+                role if role.startswith(f"{name}/") else f"{name}/{role}": size
+                for name, measured in self.telemetry.items()
+                for role, size in measured.peak_memory_bytes.items()
+            },
+            fresh_examples=self.fresh_examples,
+            prequential_loss=self.prequential_loss,
+            wall_s=wall_s,
+            incidents=self.incidents,
+            epsilon={name: epsilon for name, epsilon in spent.items() if epsilon is not None},
+        )
+
     def links(self, *, paced: bool) -> tuple[LinkReport, ...]:
         """Return every hop of every cluster that replied; see `ClusterMeasurement.links`."""
         return tuple(
@@ -166,6 +209,11 @@ class RoundRecord:
         count = sum(t.fresh_examples for t in measured)
         losses = (t.fresh_examples * (t.prequential_loss or 0.0) for t in measured)
         return sum(losses) / count if count else None
+
+
+def _flatten(nested: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Flatten cluster, device to device: the ids of devices contain that of their cluster."""
+    return {device: value for devices in nested.values() for device, value in devices.items()}
 
 
 def metrics_as_dict(metrics: MetricRecord | None) -> dict[str, float | Sequence[float]]:

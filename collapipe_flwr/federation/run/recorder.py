@@ -18,11 +18,11 @@ from collapipe_flwr.federation.arrays import decode_tensors
 from collapipe_flwr.federation.checkpoint import Checkpoints
 from collapipe_flwr.federation.privacy_account import check_budget
 from collapipe_flwr.federation.round import RoundRecord
-from collapipe_flwr.federation.run.sinks import Sinks, round_event
+from collapipe_flwr.federation.run.sinks import Sinks
 from collapipe_flwr.pipeline.config import NoiseConfig
 from collapipe_flwr.pipeline.meter import write_trace
 from collapipe_flwr.reporting.console import ProgressPrinter
-from collapipe_flwr.reporting.events import RoundEvent, link_json
+from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.progress import Look, ProgressFile
 from collapipe_flwr.reporting.report.page import write_closing_report
 from collapipe_flwr.reporting.run_data import RunStory
@@ -100,11 +100,9 @@ class RunRecorder:
 
     def on_round(self, record: RoundRecord) -> None:
         """Keep a round until it is evaluated."""
-        links = record.links(paced=self._paced)
-        event = round_event(record, time.monotonic() - self._round_started_s)
+        event = record.event(time.monotonic() - self._round_started_s, paced=self._paced)
         lost, expected_s = self._names({*record.failures}), self.story.expected_wall_s(event)
-        told = tuple(map(link_json, links))
-        self._pending = replace(event, links=told, lost=lost, predicted_wall_s=expected_s)
+        self._pending = replace(event, lost=lost, predicted_wall_s=expected_s)
         self._directory.write_pending(self._pending.as_json())
         self._next_epsilon |= {
             name: measured.next_epsilon

@@ -1,4 +1,4 @@
-"""Rounds of a strategy as events, and their sinks: TensorBoard, W&B, MLflow or Prometheus."""
+"""The sinks of a strategy's rounds: TensorBoard, W&B, MLflow or Prometheus."""
 
 from __future__ import annotations
 
@@ -12,66 +12,14 @@ from typing import Any, Self
 from collapipe_flwr.config.schema import METRICS_ADDRESS
 from collapipe_flwr.core.durable import make_folder
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.federation.round import RoundRecord
-from collapipe_flwr.reporting.events import RoundEvent, cluster_json
+from collapipe_flwr.reporting.events import RoundEvent
 from collapipe_flwr.reporting.run_directory import run_id_of
 from collapipe_flwr.reporting.sinks import KINDS, Feeder, Scalar, WatchedRun, check_sinks, scalars
 
 log = logging.getLogger("flwr.collapipe")
 _LAST_S = 60.0  # for all sinks to take what is left
 _ARTEFACTS = ("summary.json", "events.jsonl", "report.html")
-
-
-def round_event(record: RoundRecord, wall_s: float) -> RoundEvent:
-    """Make the event of a round before its evaluation."""
-    links, metrics = record.link_bytes, record.train_metrics
-    loss = metrics.get("train_loss", metrics.get("loss"))  # as clusters, or our app, name it
-    return RoundEvent(
-        round_index=record.server_round,
-        plan=None if record.plan is None else to_plain(record.plan),
-        loss=loss if isinstance(loss, float) else None,
-        metrics={},
-        predicted_latency_s=None if record.plan is None else record.plan.latency_s,
-        latency_s=record.outcome.latency_s,
-        clusters={
-            outcome.cluster_id: cluster_json(record.planned(outcome.cluster_id), outcome)
-            for outcome in record.outcome.clusters
-        },
-        energy_j=_flatten(record.outcome.energy_j),
-        queues_j=_flatten(record.outcome.queues_j),
-        bytes={
-            "d2d": links["d2d"],
-            "d2e": links["d2e"],
-            "flower": record.flower_bytes_sent + record.flower_bytes_received,
-            "weights": record.moved.sent_bytes + record.moved.received_bytes,
-            "spared": record.moved.spared_bytes,
-        },
-        memory_bytes={
-            _qualify_role(cluster_id, role): size
-            for cluster_id, measured in record.telemetry.items()
-            for role, size in measured.peak_memory_bytes.items()
-        },
-        fresh_examples=record.fresh_examples,
-        prequential_loss=record.prequential_loss,
-        wall_s=wall_s,
-        incidents=record.incidents,
-        epsilon={
-            name: measured.epsilon
-            for name, measured in record.telemetry.items()
-            if measured.epsilon is not None
-        },
-    )
-
-
-def _flatten(nested: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Flatten cluster, device to device: the ids of devices contain that of their cluster."""
-    return {device: value for devices in nested.values() for device, value in devices.items()}
-
-
-def _qualify_role(cluster_id: str, role: str) -> str:
-    """Add the cluster's id where a role lacks it: to the control unit and the edge."""
-    return role if role.startswith(f"{cluster_id}/") else f"{cluster_id}/{role}"
 
 
 class Sinks:
@@ -117,7 +65,7 @@ class Sinks:
 
     def __call__(self, record: RoundRecord) -> None:
         now_s = time.monotonic()
-        self.write(round_event(record, now_s - self._round_began_s))
+        self.write(record.event(now_s - self._round_began_s))
         self._round_began_s = now_s
 
     def write(self, event: RoundEvent) -> None:

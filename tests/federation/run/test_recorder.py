@@ -14,7 +14,7 @@ from collapipe_flwr.core.errors import PrivacySpent
 from collapipe_flwr.core.incident import Incident
 from collapipe_flwr.core.measurements import ClusterMeasurement
 from collapipe_flwr.federation.round import RoundRecord
-from collapipe_flwr.federation.run.recorder import RunRecorder, round_event
+from collapipe_flwr.federation.run.recorder import RunRecorder
 from collapipe_flwr.pipeline.config import NoiseConfig
 from collapipe_flwr.reporting.console import ProgressPrinter
 from collapipe_flwr.reporting.run_data import RunStory
@@ -116,7 +116,7 @@ def test_an_event_says_of_what_kind_incidents_are() -> None:
         flower_bytes_received=0,
         incidents=told_by_kind,
     )
-    event = round_event(record, wall_s=1.0).as_json()
+    event = record.event(wall_s=1.0).as_json()
     assert event["incidents"] == [asdict(each) for each in told_by_kind]
     assert event["failures"] == ["all 2 clusters failed", "cellar: no reply"]
     assert record.failures == {"cellar": "no reply"}

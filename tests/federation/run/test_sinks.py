@@ -9,7 +9,6 @@ from flwr.app import Context, Message
 from flwr.serverapp.strategy import FedAvg
 
 from collapipe_flwr import CollaPipe, LocalGrid, Sinks
-from collapipe_flwr.federation.run.sinks import round_event
 
 
 def test_sinks_are_a_callback_of_any_wrapped_strategy(floats, drifting, tmp_path: Path) -> None:
@@ -61,6 +60,6 @@ def test_the_training_loss_of_clusters_is_written_under_the_name_that_flower_kee
         return reply
 
     for client in (answer, cluster):
-        told = CollaPipe(FedAvg(), on_round=lambda r: losses.append(round_event(r, 1.0).loss))
+        told = CollaPipe(FedAvg(), on_round=lambda r: losses.append(r.event(1.0).loss))
         told.start(LocalGrid({1: client, 2: client}), floats, num_rounds=1)
     assert losses == [0.25, 0.25]
