@@ -29,7 +29,7 @@ from collapipe_flwr.scheduler.base import (
     weight_of,
 )
 from collapipe_flwr.scheduler.decision import Decision, closing_early
-from collapipe_flwr.scheduler.edge_choice import EdgeChoice
+from collapipe_flwr.scheduler.edges import EdgeChoice
 from collapipe_flwr.scheduler.estimates import with_profiles
 from collapipe_flwr.scheduler.gain_estimates import robust, with_averages, with_forecast
 from collapipe_flwr.scheduler.model_share import capped, least_shares, widened

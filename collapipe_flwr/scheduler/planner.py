@@ -376,7 +376,3 @@ class PlanSolver(PlanningProblem):
         """Return the dual prices at the solution ``now``."""
         ceiling_m, radio = others_max(now.priced.latency_s), now.allocation
         return DualPrices(ceiling_m, radio.latency_price_r, radio.edge_hz_r)
-
-    def choose(self, prices: DualPrices, now: Layouts | None) -> Layouts:
-        """Choose the best row of every cluster at ``prices``; raises InfeasibleError."""
-        return Search(self).choose(prices, now)

@@ -28,6 +28,7 @@ from collapipe_flwr.costs.many_steps import ManySteps
 from collapipe_flwr.costs.warm_up import choose_warm_up
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.local_search import pair_batches
+from collapipe_flwr.scheduler.search import Search
 
 SIZE = SearchSize(clusters=3, devices=5, blocks=10, seeds=range(1), schedule="1f1b")
 
@@ -35,7 +36,7 @@ SIZE = SearchSize(clusters=3, devices=5, blocks=10, seeds=range(1), schedule="1f
 def many_rows(seed: int, share: float) -> tuple[Chain, Array, Array]:
     """Neighbours of a plan with all micro-batches; little bandwidth hides few links."""
     planner = search_planner(SIZE, seed, queues=True)
-    rows = planner.choose(planner.opening_prices(), None)
+    rows = Search(planner).choose(planner.opening_prices(), None)
     rows = stack([rows, planner.neighbours(rows)])
     rows = pair_batches(rows, planner.batches())[1]
     rows = rows.take(fits(planner.tables, rows, planner.settings))

@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from collapipe_flwr.reporting.bars import Bars
 from collapipe_flwr.reporting.console import summary_table
 from collapipe_flwr.reporting.progress import ClusterProgress, RunProgress
+from collapipe_flwr.reporting.screen import Bars
 
 WIDTHS = (20, 40, 60, 80, 200)
 NOW_S = 1_000_000.0

@@ -18,10 +18,10 @@ from collapipe_flwr.deployment.deploy import show as show_deployment
 from collapipe_flwr.deployment.ssh import Outcome
 from collapipe_flwr.membership.members import AWAY, EXPECTED, READY, ClusterStatus, MemberStatus
 from collapipe_flwr.reporting import output, tables
-from collapipe_flwr.reporting.bars import Bars
 from collapipe_flwr.reporting.console import ProgressPrinter, summary_table
 from collapipe_flwr.reporting.output import cell, format_count, progress, terminal
 from collapipe_flwr.reporting.progress import ClusterProgress, RunProgress
+from collapipe_flwr.reporting.screen import Bars
 from collapipe_flwr.reporting.tables import (
     follow,
     show_forecast,

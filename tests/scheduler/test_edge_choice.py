@@ -11,8 +11,7 @@ import pytest
 from collapipe_flwr.core.domain import ClusterProfile, EdgeProfile, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.scheduler.dssda import Dssda
-from collapipe_flwr.scheduler.edge_choice import EdgeChoice
-from collapipe_flwr.scheduler.edges import edges_in, on_edges
+from collapipe_flwr.scheduler.edges import EdgeChoice, edges_in, on_edges
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.setting import ModelShape

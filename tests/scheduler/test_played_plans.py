@@ -23,6 +23,7 @@ from collapipe_flwr.scheduler import runners_up as playing
 from collapipe_flwr.scheduler.planner import Solution
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
 from collapipe_flwr.scheduler.runners_up import CandidateRows, Incumbent
+from collapipe_flwr.scheduler.search import Search
 
 SIZE = SearchSize(clusters=4, devices=6, blocks=12, seeds=range(1), schedule="1f1b")
 EIGHT = SearchSize(clusters=8, devices=5, blocks=24, seeds=range(1), schedule="1f1b")
@@ -62,7 +63,7 @@ def test_no_radio_is_worse_than_full_power_over_equal_or_given_bandwidth(*, queu
     """On some of these seeds the radio program alone is."""
     for seed in SEEDS[:4]:
         planner = search_planner(SIZE, seed, queues=queues)
-        rows = planner.choose(planner.opening_prices(), None)
+        rows = Search(planner).choose(planner.opening_prices(), None)
         chain = chain_of(planner.tables, rows, planner.settings)
         rho = planner.learning.rho(planner.tables, rows)
         equal = equal_shares(chain, planner.tables.snapshot.radio.bandwidth_hz)
@@ -93,7 +94,7 @@ def test_rows_of_all_clusters_are_chosen_together(
 def test_what_a_runner_up_costs_can_be_had() -> None:
     """Rows chosen together cost no more, once their radio is solved, than they promised."""
     planner = search_planner(SIZE, SEEDS[0], queues=True)
-    rows = planner.choose(planner.opening_prices(), None)
+    rows = Search(planner).choose(planner.opening_prices(), None)
     now = planner.radio(rows)
     near = planner.fitting(planner.neighbours(rows))
     own, hz_m = planner.estimates(now.chain, now.priced), now.allocation.edge_hz_r
@@ -117,7 +118,7 @@ def test_rows_that_are_left_out_are_not_among_the_best(monkeypatch: pytest.Monke
     """The best of each cluster alone, and the best choice for all, are those of playing all."""
     for seed in SEEDS[:2]:
         planner = search_planner(SIZE, seed, queues=True)
-        now = planner.radio(planner.choose(planner.opening_prices(), None))
+        now = planner.radio(Search(planner).choose(planner.opening_prices(), None))
         near = planner.fitting(planner.neighbours(now.rows))
         own, hz_m = planner.estimates(now.chain, now.priced), now.allocation.edge_hz_r
         found = Incumbent(planner, now.rows, own, hz_m).play_rows(near, joint=True)

@@ -22,6 +22,7 @@ from collapipe_flwr.scheduler.problem import Estimates
 from collapipe_flwr.scheduler.radio.interior_point import allocate, equal_shares
 from collapipe_flwr.scheduler.radio.problem import convex_latency_s
 from collapipe_flwr.scheduler.scorer import Scorer
+from collapipe_flwr.scheduler.search import Search
 from collapipe_flwr.scheduler.segment_dp import any_order, best_path, describe
 
 SIZE = SearchSize(clusters=4, devices=6, blocks=12, seeds=range(1000, 1010))
@@ -82,7 +83,7 @@ def test_no_rival_is_better_by_a_hundredth_where_several_must_change(
 def test_links_are_not_slowed_for_time_that_1f1b_does_not_take() -> None:
     """Its convex formula takes a cluster for the slowest that is not, and slows another's links."""
     planner = search_planner(replace(SIZE, schedule="1f1b", recompute=True), 70000, queues=False)
-    rows = planner.choose(planner.opening_prices(), None)
+    rows = Search(planner).choose(planner.opening_prices(), None)
     chain = chain_of(planner.tables, rows, planner.settings)
     rho = planner.learning.rho(planner.tables, rows)
     plain = allocate(
