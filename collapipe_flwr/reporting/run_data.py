@@ -169,10 +169,9 @@ class RunData:
         """Joules that a device may spend per round; None without a limit."""
         return self.summary.get("energy", {}).get("budget_j") or {}
 
-    @property
-    def mean_j(self) -> dict[str, float]:
-        """Joules that a device spent per round; rounds without work count as 0."""
-        joules = {**dict.fromkeys(self.budget_j, 0.0), **self.energy_j}
+    def mean_j(self, budgets_j: Mapping[str, object]) -> dict[str, float]:
+        """Return the joules per round of devices with and without a budget; no work counts as 0."""
+        joules = {**dict.fromkeys(budgets_j, 0.0), **self.energy_j}
         return {device: j / max(len(self.rounds), 1) for device, j in joules.items()}
 
     @property
@@ -388,8 +387,7 @@ class RunStory:
     def summary(self, *, status: str, wall_s: float, reason: str | None = None) -> dict[str, Any]:
         """Return the content of ``summary.json``."""
         data = self.data
-        joules = {**dict.fromkeys(self.energy_budget_j, 0.0), **data.energy_j}
-        mean_j = {device: j / max(len(data.rounds), 1) for device, j in joules.items()}
+        mean_j = data.mean_j(self.energy_budget_j)
         scored, curves = data.scores(self.metric_name), ("loss", "predicted_latency_s", "latency_s")
         loss, predicted_s, latency_s = (data.numbers[n].pad(len(data.rounds)) for n in curves)
         summary = {

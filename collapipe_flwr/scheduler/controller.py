@@ -294,9 +294,11 @@ class RoundController:
         known, real = _profiles(seen), _profiles(true)
         priced = price(done, true, self._options).clusters
         clusters = tuple(
-            self._simulate(part, cost, measured.get(name), real[name], seen, true)
-            if name not in measured or not known[name].real_links
-            else self._measure(part, cost, measured[name], known[name], seen)
+            self._with_expected(
+                self._simulate(part, cost, measured.get(name), real[name], seen, true)
+                if name not in measured or not known[name].real_links
+                else self._measure(part, cost, measured[name], known[name], seen)
+            )
             for part, cost in zip(done.clusters, priced, strict=True)
             for name in (part.cluster_id,)
         )
@@ -322,10 +324,9 @@ class RoundController:
     ) -> ClusterOutcome:
         """Compute the outcome of a described cluster, which has a loss if it trained."""
         found = simulated_cluster(plan, priced, profile, truth, seen, self._options)
-        if measured is not None:
-            noise = measured.gradient_noise
-            found = replace(found, loss=measured.loss, gradient_noise=noise)
-        return self._with_expected(found)
+        if measured is None:
+            return found
+        return replace(found, loss=measured.loss, gradient_noise=measured.gradient_noise)
 
     def _measure(
         self,
@@ -336,15 +337,8 @@ class RoundController:
         seen: Snapshot,
     ) -> ClusterOutcome:
         """Compute the outcome of a cluster of machines."""
-        found = measured_outcome(
-            plan,
-            priced,
-            measured,
-            profile,
-            seen.model,
-            links=tuple(link_samples(plan, measured, paced=self._paced)),
-        )
-        return self._with_expected(found)
+        links = tuple(link_samples(plan, measured, paced=self._paced))
+        return measured_outcome(plan, priced, measured, profile, seen.model, links=links)
 
     def _with_expected(self, found: ClusterOutcome) -> ClusterOutcome:
         """Add the stage times that the scheduler expected."""

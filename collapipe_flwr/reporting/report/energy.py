@@ -39,18 +39,18 @@ class Spent:
 
 def list_spent(run: RunData) -> list[Spent]:
     """List all devices, the largest share of a budget first."""
-    rounds = max(len(run.rounds), 1)
+    rounds, mean_j = max(len(run.rounds), 1), run.mean_j(run.budget_j)
     found = [
         Spent(
             name=run.role(name),
-            mean_j=run.mean_j[name] or 0.0,
+            mean_j=mean_j[name],
             budget_j=run.budget_j.get(name),
             predicted_j=device.predicted_j / rounds,
             queue_j=device.queue_j.last,
             metered=device.metered,
         )
         for name, device in run.devices.items()
-        if name in run.mean_j
+        if name in mean_j
     ]
     return sorted(found, key=lambda each: (-(each.share or 0), -each.mean_j))
 
