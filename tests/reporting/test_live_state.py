@@ -1,4 +1,4 @@
-"""A page is told what it lacks, no more, and everything where its rounds are void."""
+"""A page is told of a run as it is, and of rounds and clusters only when they have changed."""
 
 from __future__ import annotations
 
@@ -35,38 +35,32 @@ def _told(feed: Feed, known: Place) -> tuple[Place, dict[str, Any]]:
     return found[0], json.loads(found[1])
 
 
-def test_news_are_what_came_since(run: MadeUpRun) -> None:
+def test_news_are_told_once(run: MadeUpRun) -> None:
     feed = _feed(run.path)
     run.end_round(incidents=(Incident(kind="remark", text="cluster-0: late"),))
     known, news = _told(feed, Place())
-    assert (news["anew"], news["last"]["round"], len(news["clusters"])) == (True, 1, 2)
+    assert (news["last"]["round"], len(news["clusters"])) == (1, 2)
     assert [each["text"] for each in news["incidents"]] == ["cluster-0: late"]
     assert feed.next(known, timeout_s=0.0) is None
-    run.end_round()
+    run.save("stopped")
     known, news = _told(feed, known)
-    assert (news["anew"], news["last"]["round"], news["incidents"]) == (False, 2, [])
+    assert (news["head"]["status"], "clusters" in news, "incidents" in news) == (
+        "stopped",
+        False,
+        False,
+    )
+    run.end_round(incidents=(Incident(kind="remark", text="cluster-0: later"),))
+    known, news = _told(feed, known)
+    assert (news["last"]["round"], len(news["clusters"])) == (2, 2)
+    assert [each["text"] for each in news["incidents"]] == ["cluster-0: late", "cluster-0: later"]
 
 
-def test_a_page_that_was_away_goes_on_from_its_id(run: MadeUpRun) -> None:
-    feed = _feed(run.path)
-    run.end_round(incidents=(Incident(kind="remark", text="cluster-0: first"),))
-    known, _ = _told(feed, Place())
-    run.end_round(incidents=(Incident(kind="remark", text="cluster-0: second"),))
-    _, news = _told(feed, Place.of_text(str(known)))
-    assert not news["anew"]
-    assert [each["text"] for each in news["incidents"]] == ["cluster-0: second"]
-
-
-def test_ids_of_another_server_are_void(run: MadeUpRun) -> None:
-    run.end_round()
-    known, _ = _told(_feed(run.path), Place())
-    _, news = _told(_feed(run.path), Place.of_text(str(known)))
-    assert news["anew"]
-
-
-@pytest.mark.parametrize("text", ["", "x", "x/1", "x/1/²", "x/-1/2", "x/1/2/3", "/" * 999])
-def test_ids_that_make_no_sense_are_those_of_a_new_page(text: str) -> None:
-    assert Place.of_text(text) == Place()
+def test_of_many_incidents_the_newest_are_told(run: MadeUpRun) -> None:
+    told = [Incident(kind="remark", text=f"cluster-0: {number}") for number in range(99)]
+    run.end_round(incidents=tuple(told))
+    _, news = _told(_feed(run.path), Place())
+    texts = [each["text"] for each in news["incidents"]]
+    assert (texts[-1], len(texts)) == ("cluster-0: 98", 50)
 
 
 def test_a_resumed_run_is_told_anew(run: MadeUpRun) -> None:
@@ -75,7 +69,7 @@ def test_a_resumed_run_is_told_anew(run: MadeUpRun) -> None:
     known, _ = _told(feed, Place())
     run.directory.rewrite_events([events[0].as_json()])
     known, news = _told(feed, known)
-    assert (news["anew"], news["last"]["round"], known.rounds) == (True, 1, 1)
+    assert (news["last"]["round"], news["rounds"]) == (1, 1)
 
 
 def test_a_run_is_awaited_then_prepared_then_running(tmp_path: Path) -> None:
@@ -174,7 +168,7 @@ def test_the_newest_round_of_a_long_file_is_shown_first(run: MadeUpRun) -> None:
     news = json.loads(found[1])
     assert (news["last"]["round"], news["rounds"]) == (20, 1)
     _, news = _told(feed, found[0])
-    assert (news["last"]["round"], news["rounds"], news["clusters"]) == (20, 20, None)
+    assert (news["last"]["round"], news["rounds"]) == (20, 20)
 
 
 def test_damage_is_told_and_what_was_read_stays(run: MadeUpRun) -> None:
@@ -185,7 +179,7 @@ def test_damage_is_told_and_what_was_read_stays(run: MadeUpRun) -> None:
         file.write("{\n")
     known, news = _told(feed, known)
     assert "line 2: no event of a round" in news["head"]["broken"]
-    assert (news["anew"], news["last"]["round"]) == (False, 1)
+    assert news["last"]["round"] == 1
 
 
 def test_a_lost_cluster_stays_as_it_was_seen(run: MadeUpRun) -> None:
@@ -238,7 +232,7 @@ def test_a_newer_run_takes_the_page(tmp_path: Path) -> None:
     assert news["head"]["name"] == "first"
     second = MadeUpRun(tmp_path / "second")
     known, news = _told(feed, known)
-    assert (news["anew"], news["head"]["name"], news["last"]) == (True, "second", None)
+    assert (news["head"]["name"], news["last"], news["clusters"]) == ("second", None, [])
     second.end_round()
     known, news = _told(feed, known)
     assert news["last"]["round"] == 1

@@ -7,7 +7,6 @@ again when it is requested after new rounds, once for all pages.
 from __future__ import annotations
 
 import json
-import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -36,8 +35,6 @@ class Feed:
         self._find = find
         self._reader: RunReader | None = None
         self._state = RunState()
-        self._server = secrets.token_hex(4)  # a page's place in what another server told is void
-        self._files = 0
         self._changed = threading.Condition()
         self._over = False
 
@@ -77,8 +74,7 @@ class Feed:
         with self._changed:
             before = self._state.place
             if reader.anew:
-                self._files += 1
-                self._state.begin(f"{self._server}-{self._files}")
+                self._state.begin()
             self._state.set_head(reader.head, reader.summary.get("energy", {}).get("budget_j", {}))
             if reader.newest is not None:
                 self._state.show(reader.newest)

@@ -3,7 +3,7 @@
 const SILENT_MS = 15000; // without a word, the connection is dead
 const AGAIN_MS = 2000;
 
-const run = { head: {}, last: null, incidents: [] };
+const run = { head: {}, last: null };
 const cards = new Map();
 const shown = new Set(); // cards on the screen: others are drawn when they get there
 const sight = new IntersectionObserver((entries) => {
@@ -17,32 +17,24 @@ const sight = new IntersectionObserver((entries) => {
 }, { rootMargin: "200px" });
 
 function take(news) {
-  if (news.anew) forget();
   const before = run.head;
   run.head = news.head;
   run.offset_ms = Date.now() - 1000 * news.sent_s;
-  if (news.last) run.last = news.last;
-  if (news.incidents.length) tellIncidents(news.incidents);
-  if (news.clusters) drawClusters(news.clusters);
-  const more = news.anew || news.rounds !== run.rounds || run.head.status !== before.status;
+  run.last = news.last;
   run.rounds = news.rounds;
+  if (news.clusters) {
+    tellIncidents(news.incidents);
+    drawClusters(news.clusters);
+  }
   drawHead();
   drawTiles();
   drawProgress();
-  if (more) figures.refresh();
-}
-
-function forget() {
-  run.last = null;
-  run.incidents = [];
-  byId("happened").replaceChildren();
-  byId("latest").hidden = true;
-  for (const card of cards.values()) { sight.unobserve(card.root); card.root.remove(); }
-  cards.clear();
-  shown.clear();
+  if (news.clusters || run.head.status !== before.status) figures.refresh();
 }
 
 function drawClusters(clusters) {
+  const there = new Set(clusters.map((cluster) => cluster.id));
+  for (const [id, card] of cards) if (!there.has(id)) remove(id, card);
   let added = false;
   for (const cluster of clusters) {
     let card = cards.get(cluster.id);
@@ -57,6 +49,13 @@ function drawClusters(clusters) {
   }
   if (added && cards.size <= OPEN_AT_MOST) cards.forEach((card) => card.turn(true));
   arrange();
+}
+
+function remove(id, card) {
+  sight.unobserve(card.root);
+  card.root.remove();
+  shown.delete(card);
+  cards.delete(id);
 }
 
 const ORDERS = {
@@ -202,29 +201,24 @@ function roundTiles(last, head) {
 }
 
 function tellIncidents(incidents) {
-  const list = byId("happened");
-  for (const told of incidents) list.prepend(element("li", "", element("b", "", `round ${told.round}`), told.cluster && !told.text.startsWith(told.cluster) ? `${told.cluster}: ${told.text}` : told.text));
-  while (list.children.length > 50) list.lastChild.remove();
-  byId("latest").hidden = false;
+  const rows = incidents.map((told) => element("li", "", element("b", "", `round ${told.round}`), told.cluster && !told.text.startsWith(told.cluster) ? `${told.cluster}: ${told.text}` : told.text));
+  byId("happened").replaceChildren(...rows.reverse());
+  byId("latest").hidden = !rows.length;
 }
 
-// The connection. The server tells all that is missing behind the last id, so nothing is kept here.
+// The connection. Each one begins with all that there is, so nothing is lost where one breaks off.
 let source = null;
-let lastId = "";
 let heard_ms = 0;
 
 function connect() {
-  const query = new URLSearchParams(location.search);
-  if (lastId) query.set("last", lastId);
   source?.close();
-  source = new EventSource(`events?${query}`);
+  source = new EventSource(`events${location.search}`);
   heard_ms = Date.now();
   source.onopen = () => { heard_ms = Date.now(); tellLink(true); };
   source.addEventListener("ping", () => { heard_ms = Date.now(); tellLink(true); });
   source.onmessage = (message) => {
     const begin = performance.now();
     heard_ms = Date.now();
-    lastId = message.lastEventId;
     const news = JSON.parse(message.data);
     take(news);
     tellLink(true);

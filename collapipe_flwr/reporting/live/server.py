@@ -11,7 +11,7 @@ import ipaddress
 import re
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from http import HTTPStatus
@@ -78,14 +78,13 @@ class _Handler(BoundedRequest):
     def do_GET(self) -> None:  # noqa: N802 - as http.server names it
         """Check the host name and the token, then answer."""
         path, _, text = self.path.partition("?")
-        query = {key: values[-1] for key, values in parse_qs(text).items()}
-        token = query.get("token", "").encode()
+        token = parse_qs(text).get("token", [""])[-1].encode()
         if not self._is_for_us():
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "Unknown host name")
         elif not secrets.compare_digest(token, self.server.token.encode()):
             self.send_error(HTTPStatus.FORBIDDEN, "Open the URL that `collapipe watch` printed")
         else:
-            self._answer(path, query)
+            self._answer(path)
 
     def _is_for_us(self) -> bool:
         """Return whether it was sent to an IP address or to a name of ours.
@@ -98,14 +97,14 @@ class _Handler(BoundedRequest):
             return True
         return name in ("localhost", self.server.host.lower(), socket.gethostname().lower())
 
-    def _answer(self, path: str, query: Mapping[str, str]) -> None:
+    def _answer(self, path: str) -> None:
         match path:
             case "/":  # the policy of the page allows scripts with its nonce only
                 nonce = secrets.token_urlsafe(16)
                 page = _page().replace("<script>", f'<script nonce="{nonce}">')
                 self._send("text/html", page, nonce)
             case "/events":
-                self._events(query)
+                self._events()
             case "/report":
                 self._send("application/json", self.server.feed.figures.text())
             case "/plotly.js":
@@ -119,9 +118,9 @@ class _Handler(BoundedRequest):
         self._begin(f"{kind}; charset=utf-8", nonce, len(content))
         self.wfile.write(content)
 
-    def _events(self, query: Mapping[str, str]) -> None:
-        """Send all that the page lacks, then updates, until it disconnects."""
-        known = Place.of_text(self.headers.get("Last-Event-ID") or query.get("last", ""))
+    def _events(self) -> None:
+        """Send the run as it is, then updates, until the page disconnects."""
+        known = Place()
         self._begin("text/event-stream; charset=utf-8")
         self.wfile.write(f"retry: {_RETRY_MS}\n\n".encode())
         with suppress(EOFError):
@@ -131,7 +130,7 @@ class _Handler(BoundedRequest):
                     self.wfile.write(b"event: ping\ndata:\n\n")
                 else:
                     known, text = news
-                    self.wfile.write(f"id: {known}\ndata: {text}\n\n".encode())
+                    self.wfile.write(f"data: {text}\n\n".encode())
 
     def _begin(self, kind: str, nonce: str = "", length: int | None = None) -> None:
         """Send headers: a page runs only its own script, connects only here, and is not framed."""

@@ -1,22 +1,22 @@
 """The state of a run as a page shows it, updated round by round.
 
-A page that knows the state up to a :class:`Place` is sent what came since; one that knows rounds of
-another file, or nothing, is sent everything. A cluster is drawn as a chain of stages and the hops
-between them: plain data, small enough to send for a thousand devices after every round.
+A page is sent the clusters and the newest incidents whenever rounds have ended, and the rest when
+it changes. A cluster is drawn as a chain of stages and the hops between them: plain data, small
+enough to send for a thousand devices after every round.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from collapipe_flwr.reporting.events import holders, replace_nonfinite
 from collapipe_flwr.reporting.run_data import incidents_of
 
-_MOST_INCIDENTS = 50  # that are sent at once: the newest
+_MOST_INCIDENTS = 50  # that a page shows: the newest
 Json = dict[str, Any]
 Event = Mapping[str, Any]  # or a part of one
 CONTROL_UNIT, EDGE = "control-unit", "edge"
@@ -25,28 +25,10 @@ _DIGITS = 4  # more than a page shows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """How much of a run a page knows.
+    """How much of a run a page knows: counts of changes of the rounds, and of the rest."""
 
-    ``file`` names the events that were read and ``rounds`` counts them; ``picture`` is the round
-    that the clusters are drawn of. ``head`` counts changes of the rest.
-    """
-
-    file: str = ""
     rounds: int = 0
-    picture: int = 0
     head: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.file}/{self.rounds}/{self.picture}"
-
-    @staticmethod
-    def of_text(text: str) -> Place:
-        """Parse what ``str`` made of a place; any other text is the place of a new page."""
-        file, *numbers = text.split("/")
-        if len(numbers) != 2 or not all(n.isascii() and n.isdigit() for n in numbers):
-            return Place()
-        rounds, picture = (int(n[:9]) for n in numbers)
-        return Place(file=file, rounds=rounds, picture=picture)
 
 
 class RunState:
@@ -56,15 +38,15 @@ class RunState:
         self.place = Place(head=1)
         self._head: Json = {"status": "waiting"}
         self._budget_j: Mapping[str, float | None] = {}
-        self.begin("")
+        self.begin()
 
-    def begin(self, file: str) -> None:
+    def begin(self) -> None:
         """Forget the rounds: they are read again from a file that replaced the last one."""
-        self._incidents: list[Json] = []
-        self._told: list[int] = []  # incidents up to each round
+        self._rounds = self._drawn = 0  # that were read, and the index of the one that is drawn
+        self._incidents: deque[Json] = deque(maxlen=_MOST_INCIDENTS)
         self._clusters: dict[str, Json] = {}
         self._last: Json | None = None
-        self.place = Place(file=file, head=self.place.head)
+        self._change_rounds()
 
     def set_head(self, head: Json, budget_j: Mapping[str, float | None]) -> None:
         """Set status, name and settings, and the budgets by device in joules per round."""
@@ -73,20 +55,20 @@ class RunState:
             self._head = head
             self.place = replace(self.place, head=self.place.head + 1)
 
-    def add(self, events: Iterable[Event]) -> None:
+    def add(self, events: Sequence[Event]) -> None:
         """Add rounds, oldest first."""
-        newest = None
-        for newest in events:
-            self._incidents += incidents_of(newest)
-            self._told.append(len(self._incidents))
-        if newest is not None:
-            self.place = replace(self.place, rounds=len(self._told))
-            self.show(newest)
+        for event in events:
+            self._incidents += incidents_of(event)
+        self._rounds += len(events)
+        if events:
+            self._change_rounds()
+            self.show(events[-1])
 
     def show(self, event: Event) -> None:
         """Draw a round, unless a later one is drawn already."""
-        if event["round_index"] <= self.place.picture:
+        if event["round_index"] <= self._drawn:
             return
+        self._drawn = event["round_index"]
         self._last = _numbers(event, self._budget_j)
         for picture in round_picture(event, self._budget_j):
             name, before = picture["id"], self._clusters.get(picture["id"])
@@ -94,23 +76,23 @@ class RunState:
                 self._clusters[name] = {**before, "lost": picture["lost"]}
             else:
                 self._clusters[name] = {**picture, "round": event["round_index"]}
-        self.place = replace(self.place, picture=event["round_index"])
+        self._change_rounds()
 
     def since(self, known: Place) -> Json:
-        """Return what a page at ``known`` lacks; ``anew`` tells it to forget what it knew."""
-        anew = known.file != self.place.file or known.rounds > self.place.rounds
-        known = Place() if anew else known
-        fresh = known.picture != self.place.picture
-        told = self._told[known.rounds - 1] if known.rounds else 0
-        return {
-            "anew": anew,
+        """Return what a page at ``known`` lacks."""
+        told = {
             "sent_s": time.time(),
             "head": self._head,
-            "rounds": self.place.rounds,
+            "rounds": self._rounds,
             "last": self._last,
-            "incidents": self._incidents[max(told, len(self._incidents) - _MOST_INCIDENTS) :],
-            "clusters": list(self._clusters.values()) if fresh else None,
         }
+        if known.rounds != self.place.rounds:
+            clusters, incidents = list(self._clusters.values()), list(self._incidents)
+            told |= {"clusters": clusters, "incidents": incidents}
+        return told
+
+    def _change_rounds(self) -> None:
+        self.place = replace(self.place, rounds=self.place.rounds + 1)
 
 
 def _numbers(event: Event, budget_j: Mapping[str, float | None]) -> Json:
