@@ -14,10 +14,9 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from collapipe_flwr.cli.chat import chat, serve
 from collapipe_flwr.cli.cluster import clusters
 from collapipe_flwr.cli.estimates import bench, profile, simulate
-from collapipe_flwr.cli.generate import generate
+from collapipe_flwr.cli.generate import chat, generate, serve
 from collapipe_flwr.cli.hosting import control_unit, device, edge, supernode
 from collapipe_flwr.cli.joining import certs, deploy, join
 from collapipe_flwr.cli.report import compare, report, watch

@@ -1,8 +1,9 @@
-"""``collapipe generate``: texts by a trained model, its lower part on the devices of a cluster."""
+"""``collapipe generate``, ``chat`` and ``serve``: texts by a trained model over a cluster."""
 
 from __future__ import annotations
 
 import base64
+import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
-from collapipe_flwr.cli.hosting import Allow, Ca, Certificate, Compute, Key, tls_files
+from collapipe_flwr.cli.hosting import Allow, Ca, Certificate, Compute, Insecure, Key, tls_files
 from collapipe_flwr.core.errors import ConfigError, prefix_errors
 from collapipe_flwr.core.links import TlsFiles, host_and_port, is_loopback
 from collapipe_flwr.core.processes import stop_on_signals
@@ -25,7 +26,14 @@ if TYPE_CHECKING:
     from collapipe_flwr.generation.text_generator import TextGenerator
     from collapipe_flwr.transport.generation import GenerateRequest, Write
 
-
+_RUN = "Run directory, or a folder with a transformers model."
+ApiKey = Annotated[
+    str | None,
+    Option(
+        envvar="COLLAPIPE_TOKEN",
+        help="API key for clients. Default: a new one, printed at the start.",
+    ),
+]
 MaxNewTokens = Annotated[int, Option(help="0: the model's default.", min=0)]
 Sample = Annotated[bool | None, Option("--sample/--greedy", help="Default: the model's setting.")]
 Temperature = Annotated[float, Option(help="Sampling temperature; 0: the model's.", min=0)]
@@ -44,9 +52,8 @@ CertificateName = Annotated[
 
 
 def generate(
-    run: Annotated[  # no path, which would forget that ./name is one
-        str | None, Option(help="Run directory, or a folder with a transformers model.")
-    ] = None,
+    # no path, which would forget that ./name is one
+    run: Annotated[str | None, Option(help=_RUN)] = None,
     text: Annotated[list[str] | None, Option(help="Prompt; may be repeated.")] = None,
     chat: Annotated[
         bool, Option("--chat", help="Each text is a message to an instruct model.")
@@ -82,7 +89,7 @@ def generate(
     Without --cluster, everything runs in this process, cut as on a cluster. With --listen, the
     model is loaded once and serves many clients; --at sends texts to such a server.
     """
-    check_addresses(listen=listen, at=at, edge=edge)
+    _check_addresses(listen=listen, at=at, edge=edge)
     if not (text or audio or listen):
         raise ConfigError('--text is missing: give --text "...", or --listen to serve clients')
     if not all(each.strip() for each in text or ()):
@@ -115,18 +122,16 @@ def generate(
         replace(blank, messages=(ChatMessage(USER, each),)) if chat else replace(blank, text=each)
         for each in text or ()
     ]
-    requests += [replace(blank, sound=_sound(path)) for path in audio or ()]
+    requests += [replace(blank, sound=_read_sound(path)) for path in audio or ()]
     tls = tls_files(ca, certificate, key)
     if at:
         with TextClient(at, tls=tls, certificate_name=certificate_name) as client:
             _print(client.write, requests, stream, slots)
         return
     assert run is not None
-    from collapipe_flwr.config.cluster_file import read_cluster
-
-    config = None if cluster is None else read_cluster(cluster)
+    config = _read_file(cluster)
     access = _read_access(config, allow, listen, tls)
-    place = open_generator(
+    place = _open_generator(
         run,
         config,
         devices=devices,
@@ -144,7 +149,7 @@ def generate(
                 signalled.wait()
 
 
-def check_addresses(**addresses: str) -> None:
+def _check_addresses(**addresses: str) -> None:
     """Raise ConfigError, with the option's name, for one that is given and no HOST:PORT."""
     for option, address in addresses.items():
         with prefix_errors(f"--{option}"):
@@ -153,7 +158,7 @@ def check_addresses(**addresses: str) -> None:
 
 
 @contextmanager
-def open_generator(
+def _open_generator(
     run: str,
     cluster: ClusterConfig | None,
     *,
@@ -212,8 +217,141 @@ def _read_access(
     return access if tls and access.callers else None
 
 
-def _sound(path: Path) -> str:
+def _read_sound(path: Path) -> str:
     try:
         return base64.b64encode(path.read_bytes()).decode()
     except OSError as error:
         raise ConfigError(f"--audio {path} cannot be read: {error.strerror}") from error
+
+
+def chat(
+    run: Annotated[str | None, Argument(help=_RUN)] = None,
+    system: Annotated[str, Option(help="Message of the system before all others.")] = "",
+    max_new_tokens: MaxNewTokens = 0,
+    sample: Sample = None,
+    temperature: Temperature = 0,
+    top_k: TopK = 0,
+    top_p: TopP = 0,
+    seed: Seed = None,
+    devices: Devices = 2,
+    compute: Compute = "auto",
+    edge_blocks: EdgeBlocks = 0,
+    cluster: ClusterFile = None,
+    edge: EdgeAddress = "",
+    at: At = "",
+    certificate_name: CertificateName = "",
+    ca: Ca = None,
+    certificate: Certificate = None,
+    key: Key = None,
+) -> None:
+    """Talk to an instruct model in the terminal; through a pipe, one answer per line.
+
+    Without --cluster, everything runs in this process, cut as on a cluster. Ctrl-C stops an answer.
+    """
+    _check_addresses(at=at, edge=edge)
+    if (run is None) == (not at):
+        raise ConfigError("name either RUN, a run directory, or a server with --at")
+    if run is not None:
+        find_model(run)
+    from collapipe_flwr.generation.conversation import Conversation, converse
+    from collapipe_flwr.transport.generation import GenerateRequest, TextClient
+
+    blank = GenerateRequest(
+        max_new_tokens=max_new_tokens,
+        sample=sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
+    tls = tls_files(ca, certificate, key)
+
+    @contextmanager
+    def writing() -> Iterator[Write]:
+        if at:
+            with TextClient(at, tls=tls, certificate_name=certificate_name) as client:
+                yield client.write
+            return
+        assert run is not None
+        with _open_generator(
+            run,
+            _read_file(cluster),
+            devices=devices,
+            compute=compute,
+            edge=edge,
+            edge_blocks=edge_blocks,
+            slots=1,
+            chats=True,
+        ) as writer:
+            yield writer.write
+
+    with writing() as write:
+        converse(Conversation(write, blank, system))
+
+
+def serve(
+    run: Annotated[str, Argument(help=_RUN)],
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="0: a free one.", min=0, max=65535)] = 8000,
+    token: ApiKey = None,
+    slots: Slots = 4,
+    devices: Devices = 2,
+    compute: Compute = "auto",
+    edge_blocks: EdgeBlocks = 0,
+    cluster: ClusterFile = None,
+    edge: EdgeAddress = "",
+    certificate: Certificate = None,
+    key: Key = None,
+    insecure: Insecure = False,
+) -> None:
+    """Serve an instruct model to OpenAI's clients: /v1/chat/completions and /v1/models.
+
+    Without --cluster, everything runs in this process, cut as on a cluster.
+    """
+    _check_addresses(edge=edge)
+    if token is not None and not (token.isascii() and token.isprintable() and token.strip()):
+        raise ConfigError("--token must be printable ASCII: leave it out to have one drawn")
+    if (certificate is None) != (key is None):
+        raise ConfigError("HTTPS needs both --tls-cert and --tls-key")
+    if certificate is None and not is_loopback(host) and not insecure:
+        raise ConfigError(
+            f"--host {host} without TLS would show token and texts to the network: give --tls-cert "
+            "and --tls-key, put a proxy with TLS in front, or say --insecure"
+        )
+    find_model(run)
+    from collapipe_flwr.generation.chat_server import ChatServer
+
+    tls = None if certificate is None else TlsFiles(certificate=certificate, key=key)
+    place = _open_generator(
+        run,
+        _read_file(cluster),
+        devices=devices,
+        compute=compute,
+        edge=edge,
+        edge_blocks=edge_blocks,
+        slots=slots,
+        chats=True,
+    )
+    with (
+        place as writer,
+        stop_on_signals() as signalled,
+        ChatServer(
+            host,
+            port,
+            writer.write,
+            model=Path(run).resolve().name if Path(run).exists() else run,
+            token=token or (drawn := secrets.token_urlsafe(24)),
+            most=slots,
+            tls=tls,
+        ) as server,
+    ):
+        typer.echo(f"chat server on {server.url}")
+        if not token:
+            typer.echo(f"token: {drawn}")
+        signalled.wait()
+
+
+def _read_file(cluster: Path | None) -> ClusterConfig | None:
+    from collapipe_flwr.config.cluster_file import read_cluster
+
+    return None if cluster is None else read_cluster(cluster)

@@ -412,7 +412,7 @@ def numbers() -> tuple[Tensor, Tensor]:
     [
         ("", "3 lists of equal blocks.*name one by blocks="),
         ("narrows", "block 0 changes the shape of hidden states"),
-        ("nothing", "blocks='nothing' is no list of blocks"),
+        ("nothing", "blocks='nothing' is not a list of blocks"),
     ],
 )
 def test_the_list_of_blocks_must_be_clear(blocks: str, reason: str) -> None:
