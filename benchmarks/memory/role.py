@@ -35,7 +35,7 @@ from collapipe_flwr.models.checkpoint import CheckpointSource
 from collapipe_flwr.models.lora import add_adapters, draw_adapter, is_adapter
 from collapipe_flwr.models.spec import ModelSpec, spec_of
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.models.tasks import auto_class
+from collapipe_flwr.models.tasks import find_auto_class
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.link import (
     HIDDEN,
@@ -67,7 +67,7 @@ class Player:
     def whole(self) -> None:
         """The unsplit model as a plain client trains it: the library's, with peft's adapters."""
         splitter, spec = self._splitter, self._splitter.spec
-        builder = auto_class(spec.task, splitter.config)
+        builder = find_auto_class(spec.task, splitter.config)
         model = builder.from_pretrained(spec.pretrained, dtype=torch.float32)
         model.config.use_cache = False
         if spec.lora is not None:

@@ -119,7 +119,7 @@ def profile(
         schedule=schedule,
         max_model_share=max_model_share,
     )
-    place = _cluster(cluster, devices, control_unit, examples)
+    place = _read_cluster(cluster, devices, control_unit, examples)
     typer.echo(f"measuring {model}", err=True)  # libraries take seconds to load
     if not known and (why := explain_absent_model(model)):
         raise ConfigError(
@@ -160,7 +160,7 @@ def profile(
     raise typer.Exit(1 if place is not None and found.plan is None else 0)
 
 
-def _cluster(
+def _read_cluster(
     file: Path | None, devices: str, control_unit: str, examples: int
 ) -> ClusterProfile | None:
     from collapipe_flwr.cluster.profile import cluster_of_presets, profile_of

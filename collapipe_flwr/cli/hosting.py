@@ -101,14 +101,14 @@ def _read_settings(default: str, options: dict[str, Any], **more: Any) -> HostSe
     listens when nothing says so. Raises ConfigError.
     """
     from collapipe_flwr.config.access_control import access_control
-    from collapipe_flwr.config.cluster_file import clusters_in, read_cluster
+    from collapipe_flwr.config.cluster_file import read_cluster, read_clusters
     from collapipe_flwr.host.daemon import HostSettings
     from collapipe_flwr.host.rosters import Rosters
 
     name, paths = options["name"], options["cluster"] or []
     own_tls = tls_files(options["ca"], options["certificate"], options["key"])
     clusters = [read_cluster(path) for path in paths if not path.is_dir()]
-    clusters += [c for path in paths if path.is_dir() for c in clusters_in(path, name)]
+    clusters += [c for path in paths if path.is_dir() for c in read_clusters(path, name)]
     with prefix_errors("--name"):
         address = next((a for c in clusters if (a := c.member(name).address)), default)
     tls = own_tls or next((c.tls_files(name) for c in clusters), None)

@@ -170,14 +170,14 @@ def deploy(
     Steps that are done already are skipped, so deploy again after a failure, or with more machines.
     Exit code 1 if something needs fixing.
     """
-    from collapipe_flwr.deployment.deploy import Deployment, next_steps, show
+    from collapipe_flwr.deployment.deploy import Deployment, show, show_next_steps
     from collapipe_flwr.deployment.inventory import read_inventory
     from collapipe_flwr.deployment.ssh import Outcome
     from collapipe_flwr.reporting.output import terminal
 
     console = terminal()
 
-    def told(result: Result) -> None:
+    def show_step(result: Result) -> None:
         if result.outcome is not Outcome.KEPT:
             line = f"{result.machine}: {result.outcome.value} {result.step}"
             console.print(line, soft_wrap=True)
@@ -187,12 +187,12 @@ def deploy(
         dry=dry_run,
         accept_new=accept_new,
         deadline_s=deadline_s,
-        on_result=told,
+        on_result=show_step,
     )
     deployed.run()
     show(deployed, console)
     if not dry_run and not deployed.failures:
-        next_steps(deployed, inventory, console)
+        show_next_steps(deployed, inventory, console)
     needs_fixing = deployed.failures or any(check.faults for check in deployed.checks)
     raise typer.Exit(1 if needs_fixing else 0)
 
@@ -216,12 +216,12 @@ def certs(
     who has it can sign members.
     """
     from collapipe_flwr.config.access_control import access_control
-    from collapipe_flwr.config.cluster_file import certificate_hosts, read_cluster
+    from collapipe_flwr.config.cluster_file import list_certificate_hosts, read_cluster
     from collapipe_flwr.transport.certificates import sign_all
 
     clusters = [read_cluster(path) for path in cluster or ()]
     access_control(clusters)  # refuses a name that two clusters would share
-    members = certificate_hosts(clusters)
+    members = list_certificate_hosts(clusters)
     for text in names or ():
         name, equals, host = text.partition("=")
         if equals and not host:

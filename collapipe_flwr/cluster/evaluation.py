@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import Tally, add_counts
 from collapipe_flwr.models.parts import EmbeddingPart
-from collapipe_flwr.models.tasks import best_class
+from collapipe_flwr.models.tasks import choose_best
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.generation import ATTENTION_MASK, INPUT_IDS
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver
@@ -85,7 +85,7 @@ def predict_unsplit(model: Any, batch: Any, scores: Tensor, wanted: PredictionCo
         return scores
     decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if not wanted.generates(bool(decodes)):
-        return best_class(scores)
+        return choose_best(scores)
     found: Tensor = model.generate(
         batch[INPUT_IDS], attention_mask=batch[ATTENTION_MASK], **wanted.keywords()
     )

@@ -244,7 +244,7 @@ def read_cluster(path: Path) -> ClusterConfig:
         raise ConfigError(f"cluster file {path}: {error}") from error
 
 
-def clusters_in(folder: Path, member: str) -> list[ClusterConfig]:
+def read_clusters(folder: Path, member: str) -> list[ClusterConfig]:
     """Read the cluster files of a folder that list this member; raises ConfigError without any."""
     found = [read_cluster(path) for path in sorted(folder.glob("*.toml"))]
     listing = [config for config in found if member in config.names]
@@ -355,7 +355,7 @@ def _check_way(config: ClusterConfig, index: int, device: MemberConfig) -> None:
         )
 
 
-def certificate_hosts(clusters: Iterable[ClusterConfig]) -> dict[str, tuple[str, ...]]:
+def list_certificate_hosts(clusters: Iterable[ClusterConfig]) -> dict[str, tuple[str, ...]]:
     """Return members' names with their certificates' hosts; edges may be in several clusters.
 
     Devices are verified by name only: with the host of a machine that also runs the edge or the
@@ -374,27 +374,29 @@ def cluster_text(config: ClusterConfig) -> str:
     devices = tuple(replace(d, address="") if d.dials else d for d in config.devices)
     edge, *others = (replace(e, address="", dials=False) if e.dials else e for e in config.edges)
     config = replace(config, devices=devices, edge=edge, other_edges=tuple(others))
-    lines = list(_lines(_changed(replace(config, measured=measured), _USUAL)))
+    lines = list(_write_lines(_select_changed(replace(config, measured=measured), _USUAL)))
     tables = [
-        (f"[{name}]", _changed(getattr(config, field), getattr(_USUAL, field)))
+        (f"[{name}]", _select_changed(getattr(config, field), getattr(_USUAL, field)))
         for name, field in _TABLES.items()
     ]
     if config.other_edges:
         usual = replace(_USUAL.edge, name="")
-        tables[1:2] = [("[[edge]]", _changed(edge, usual)) for edge in config.edges]
-    tables[1:1] = [("[[device]]", _changed(device, MemberConfig())) for device in config.devices]
+        tables[1:2] = [("[[edge]]", _select_changed(edge, usual)) for edge in config.edges]
+    tables[1:1] = [
+        ("[[device]]", _select_changed(device, MemberConfig())) for device in config.devices
+    ]
     for head, keys in tables:
-        lines += ["", head, *_lines(keys)] if keys else []
+        lines += ["", head, *_write_lines(keys)] if keys else []
     if config.tls is not None:
-        lines += ["", "[tls]", *_lines(_changed(config.tls, TlsConfig()))]
+        lines += ["", "[tls]", *_write_lines(_select_changed(config.tls, TlsConfig()))]
     return _HEAD + "\n".join(lines) + "\n"
 
 
-def _changed(section: object, default: object) -> dict[str, Value]:
+def _select_changed(section: object, default: object) -> dict[str, Value]:
     usual = flatten_section(default, "")
     return {k: value for k, value in flatten_section(section, "").items() if value != usual[k]}
 
 
-def _lines(keys: Mapping[str, Value]) -> Iterator[str]:
+def _write_lines(keys: Mapping[str, Value]) -> Iterator[str]:
     """Yield lines of TOML: JSON's strings, numbers and booleans are TOML's, too."""
     return (f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in keys.items())

@@ -65,7 +65,7 @@ def parse_table(default: T, name: str, table: object) -> T:
 def flatten_section(section: Any, prefix: str) -> dict[str, Value]:
     """Return the values, of all keys, that :func:`parse_section` reads as ``section``."""
     values = {}
-    for name, field_, owner in _keys(section, prefix):
+    for name, field_, owner in _list_keys(section, prefix):
         rule, value = rule_of(field_), getattr(owner, field_.name)
         values[name] = value if rule is None or rule.read is None else rule.write(value)
     return values
@@ -82,11 +82,11 @@ def refuse_unknown(
             raise ConfigError(f"{what} {name} is unknown; {hint}")
 
 
-def _keys(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any], Any]]:
+def _list_keys(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any], Any]]:
     """Yield name, field and owner of every key."""
     for field_ in fields(section):
         if (table := prefix_of(field_)) is not None:
-            yield from _keys(getattr(section, field_.name), prefix + table)
+            yield from _list_keys(getattr(section, field_.name), prefix + table)
         elif is_key(field_):
             yield prefix + name_of(field_), field_, section
 
@@ -97,7 +97,7 @@ def _parse_value(name: str, value: Value, field_: Field[Any]) -> object:
         typed = _check_type(name, value, str(field_.type).removesuffix(" | None"))
         check(name, typed, rule)
         return typed
-    text = str(_check_type(name, _as_text(value), "str"))
+    text = str(_check_type(name, _convert_to_text(value), "str"))
     try:
         parsed = rule.read(text)
         good = rule.holds(parsed)
@@ -108,7 +108,7 @@ def _parse_value(name: str, value: Value, field_: Field[Any]) -> object:
     return parsed
 
 
-def _as_text(value: Any) -> Any:
+def _convert_to_text(value: Any) -> Any:
     """Write a number, or a list of numbers and texts, as one text; keep anything else."""
     if isinstance(value, list) and all(type(part) in (int, float, str) for part in value):
         return ",".join(map(str, value))
@@ -139,7 +139,11 @@ def read_overrides(
     for source in sources:
         if is_file(source):
             values = _flatten(read_toml(Path(source), f"--run-config {source}"))
-            texts = {k: _as_text(v) for k, v in values.items() if isinstance(declared.get(k), str)}
+            texts = {
+                k: _convert_to_text(v)
+                for k, v in values.items()
+                if isinstance(declared.get(k), str)
+            }
             merged |= {**values, **texts}
         else:
             for pair in _split_pairs(source, declared):
@@ -230,7 +234,7 @@ def _read_pair(source: str, declared: Mapping[str, Value]) -> dict[str, Value]:
         value = text.strip()
     key, text = key.strip(), text.strip()
     if isinstance(value, list):
-        return {key: _as_text(value)}
+        return {key: _convert_to_text(value)}
     wants_text = isinstance(declared.get(key), str) and not isinstance(value, str)
     return {key: text if wants_text or isinstance(value, date | time) else value}
 

@@ -41,7 +41,7 @@ from collapipe_flwr.data.metrics import (
     match_rate,
     word_accuracy,
 )
-from collapipe_flwr.data.reader import ReadColumn, class_names, read_lists, require_column
+from collapipe_flwr.data.reader import ReadColumn, read_class_names, read_lists, require_column
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.tokenizer import IGNORED_TAG, encode_words
 
@@ -70,7 +70,7 @@ class LabelTask(Task):
         """Return the model's inputs for a micro-batch, without labels."""
 
     def find_labels(self) -> tuple[str, ...]:
-        declared = class_names(self.training_table, self.settings.label_column)
+        declared = read_class_names(self.training_table, self.settings.label_column)
         if len(declared) > 1:
             return declared
         counts = Counter(self.every_row["label"])
@@ -201,7 +201,7 @@ class TokenClassification(Task):
                 f'data.tags-column "{self.settings.tags_column}" holds only one tag: at least two '
                 "are needed"
             )
-        if declared := class_names(self.training_table, self.settings.tags_column):
+        if declared := read_class_names(self.training_table, self.settings.tags_column):
             return tuple(name for name in declared if name != IGNORED_TAG)
         return tuple(sorted(found, key=lambda tag: (tag != OUTSIDE, tag)))
 

@@ -125,7 +125,7 @@ def load_table(
             )
         if builder == "conll":
             return read_conll(path, key, skip_bad_rows=skip_bad_rows)
-        cache = _make_cache_of_version(path) if grows else _cache_folder()
+        cache = _make_cache_of_version(path) if grows else _find_cache()
         options: dict[str, Any] = {
             "data_files": glob.escape(str(path)),
             "split": "train",
@@ -147,7 +147,7 @@ def load_table(
     return _require_rows(_load(key, name, hub_name, **options), key, name)
 
 
-def _cache_folder() -> Path:
+def _find_cache() -> Path:
     """Return our own cache for this machine's files: in others, JSON has dates for texts."""
     return Path(datasets_config.HF_DATASETS_CACHE, "collapipe")
 
@@ -158,7 +158,7 @@ def _make_cache_of_version(path: Path) -> Path:
     In datasets' common cache each version would stay, as large as the whole file.
     """
     found, digest = path.stat(), sha256(str(path.absolute()).encode()).hexdigest()
-    versions = _cache_folder() / digest[:32]
+    versions = _find_cache() / digest[:32]
     newest = versions / f"{found.st_size}-{found.st_mtime_ns}"
     for version in versions.glob("*"):
         if version != newest:
@@ -198,7 +198,7 @@ def _load_folder(path: Path, *, key: str, split: str, only_split_serves: bool) -
     found: Dataset | DatasetDict
     if not any((path / name).is_file() for name in _SAVED):
         base, below = _escape_patterns(path)
-        found = _load(key, str(path), base, data_dir=below, cache_dir=str(_cache_folder()))
+        found = _load(key, str(path), base, data_dir=below, cache_dir=str(_find_cache()))
     else:
         try:
             found = load_from_disk(str(path))
@@ -257,7 +257,7 @@ def _explain_cache_error(error: BaseException | None) -> str:
     cache = Path(datasets_config.HF_DATASETS_CACHE)
     while error is not None:
         if isinstance(error, OSError) and (
-            error.errno in _FULL or _touches(str(error.filename or "."), cache)
+            error.errno in _FULL or _is_about(str(error.filename or "."), cache)
         ):
             return (
                 f"the cache of datasets, {cache}, cannot be written ({error.strerror}): make room "
@@ -267,7 +267,7 @@ def _explain_cache_error(error: BaseException | None) -> str:
     return ""
 
 
-def _touches(name: str, cache: Path) -> bool:
+def _is_about(name: str, cache: Path) -> bool:
     """Return whether a path is within the cache, or one of the folders that hold it."""
     return Path(name).is_relative_to(cache) or (name != "." and cache.is_relative_to(name))
 

@@ -50,7 +50,7 @@ def _count_matches(predictions: Texts, references: Texts) -> Counts:
     return [float(hits), float(len(references))]
 
 
-def _sacrebleu(name: str) -> Measure:
+def _make_sacrebleu(name: str) -> Measure:
     """Make a corpus score of sacrebleu, 0 .. 100, which is imported on first use.
 
     Its statistics are available by private methods only.
@@ -77,8 +77,8 @@ def _count_words(predictions: Texts, references: Texts) -> Counts:
 
 match_rate = Measure(count=_count_matches, value=ratio)  # 0 .. 1, outer spaces left out
 word_accuracy = Measure(count=_count_words, value=ratio)
-chrf = _sacrebleu("CHRF")
-bleu = _sacrebleu("BLEU")  # tokens as in 13a
+chrf = _make_sacrebleu("CHRF")
+bleu = _make_sacrebleu("BLEU")  # tokens as in 13a
 
 
 OUTSIDE = "O"
@@ -132,7 +132,7 @@ def _split_tag(tag: str) -> tuple[str, str]:
 _WORD = re.compile(r"\w+")
 
 
-def _average(score: Callable[[list[str], list[str]], float]) -> Measure:
+def _make_average(score: Callable[[list[str], list[str]], float]) -> Measure:
     """Make the measure that is the mean of a score over pairs."""
 
     def count(predictions: Texts, references: Texts) -> Counts:
@@ -177,7 +177,7 @@ def _f1(hits: int, guessed: int, wanted: int) -> float:
 # Our own implementation, after Lin (2004): lower-cased words without stemming, one reference, F1
 # of each pair, mean over all pairs; 0 .. 1.
 ROUGE = {
-    "rouge1": _average(lambda p, r: _overlap(p, r, 1)),
-    "rouge2": _average(lambda p, r: _overlap(p, r, 2)),
-    "rougeL": _average(lambda p, r: _f1(count_longest_common(p, r), len(p), len(r))),
+    "rouge1": _make_average(lambda p, r: _overlap(p, r, 1)),
+    "rouge2": _make_average(lambda p, r: _overlap(p, r, 2)),
+    "rougeL": _make_average(lambda p, r: _f1(count_longest_common(p, r), len(p), len(r))),
 }

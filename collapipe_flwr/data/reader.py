@@ -27,7 +27,7 @@ _MOST_NAMED = 20  # rows in a sentence
 ReadColumn = Callable[..., list[Any]]  # as `read_column`
 
 
-def class_names(table: Dataset, name: str) -> tuple[str, ...]:
+def read_class_names(table: Dataset, name: str) -> tuple[str, ...]:
     """Return the class names that the data set declares for a column (or its lists), or ().
 
     They are in the order of the numbers, and may be more than the rows use.
@@ -37,7 +37,7 @@ def class_names(table: Dataset, name: str) -> tuple[str, ...]:
     return tuple(feature.names) if isinstance(feature, ClassLabel) else ()
 
 
-def with_names(table: Dataset, name: str, names: Sequence[str]) -> Dataset:
+def declare_classes(table: Dataset, name: str, names: Sequence[str]) -> Dataset:
     """Declare a column of numbers (or of lists of them) as these classes.
 
     Lists of texts may also hold "-100", which becomes one more class; the number stays unchanged.
@@ -99,7 +99,7 @@ def read_column(table: Dataset, name: str, *, key: str, of: str) -> list[str]:
     if any(isinstance(value, _BINARY) for value in values):
         raise DataError(f"{what} holds bytes: store them as texts, or name another column")
     _refuse_mixed(table.features[name], what)
-    if names := class_names(table, name):
+    if names := read_class_names(table, name):
         unknown = (None, -1)  # hidden labels of a hub's test set
         values = [None if v in unknown else name_of(v, names, what) for v in values]
     rounded = next((v for v in values if isinstance(v, float) and abs(v) >= _LEAST_ROUNDED), 0.0)
@@ -146,7 +146,7 @@ def read_lists(table: Dataset, name: str, *, key: str, of: str) -> list[list[str
             "texts in every row"
         )
     rows = [split_words(row) if isinstance(row, str) else list(row or ()) for row in values]
-    if names := class_names(table, name):
+    if names := read_class_names(table, name):
         return [
             [IGNORED_TAG if v == IGNORED_LABEL else name_of(v, names, what) for v in row]
             for row in rows

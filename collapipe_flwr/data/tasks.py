@@ -20,7 +20,7 @@ from collapipe_flwr.data.batches import Example, partition_rows
 from collapipe_flwr.data.config import TASK_CLASSES, TRAIN_TOKENIZER, DataConfig, key_of
 from collapipe_flwr.data.files import is_one_table, load_table
 from collapipe_flwr.data.metrics import Measure, Tally
-from collapipe_flwr.data.reader import ReadColumn, format_rows, read_column, with_names
+from collapipe_flwr.data.reader import ReadColumn, declare_classes, format_rows, read_column
 from collapipe_flwr.data.tokenizer import (
     IGNORED_TAG,
     Languages,
@@ -278,7 +278,7 @@ class Task(ABC):
         names = self.settings.label_names
         for ours in self.columns if names else ():
             if ours in _CLASS_COLUMNS:
-                table = with_names(table, self._find_column(ours)[1], names)
+                table = declare_classes(table, self._find_column(ours)[1], names)
         return table
 
     def _find_column(self, ours: str) -> tuple[str, str]:

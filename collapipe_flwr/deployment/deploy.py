@@ -29,7 +29,7 @@ from collapipe_flwr.deployment.inventory import (
     Machine,
     MachineRole,
 )
-from collapipe_flwr.deployment.ssh import Outcome, Result, SshStep, results_in, script_of
+from collapipe_flwr.deployment.ssh import Outcome, Result, SshStep, read_results, write_script
 from collapipe_flwr.reporting.output import number_table
 from collapipe_flwr.reporting.tables import show_measurements
 
@@ -69,15 +69,15 @@ class Deployment:
     def run(self) -> None:
         """Run all phases; a machine that fails is left out of the next ones."""
         inventory, unit = self.inventory, self.inventory.registrar
-        self._phase(inventory.machines, lambda m: list(roles.prepare_machine(inventory, m)))
-        self._phase([unit], lambda _: list(roles.found_clusters(inventory)))
+        self._run_phase(inventory.machines, lambda m: list(roles.prepare_machine(inventory, m)))
+        self._run_phase([unit], lambda _: list(roles.make_clusters(inventory)))
         if self._has_failed(unit):
             why = f"waits for the control unit on {unit.host}: deploy again"
             for machine in self._list_healthy():
                 self._fail(machine, "cluster", why)
             return
         self._join()
-        self._phase(inventory.machines, lambda m: list(roles.serve_roles(inventory, m)))
+        self._run_phase(inventory.machines, lambda m: list(roles.serve_roles(inventory, m)))
         if not self.dry and not self._has_failed(unit):
             self._check()
 
@@ -100,7 +100,7 @@ class Deployment:
 
         for dialling in (False, True):  # a device dials a control unit that has joined
             which = partial(steps, dialling=dialling)
-            self._phase([m for m in self.inventory.machines if which(m)], which)
+            self._run_phase([m for m in self.inventory.machines if which(m)], which)
 
     def _find_newcomers(self) -> list[tuple[Machine, MachineRole]]:
         """Find roles without the files of a member, on the machines that have not failed."""
@@ -123,14 +123,14 @@ class Deployment:
         """Draw a token for so many members in a role of its cluster; None if that fails."""
         unit = self.inventory.registrar
         with self._note_errors(unit, f"token for {role.kind} of {role.cluster}"):
-            words = self._run(unit, roles.token_script(self.inventory, role, members)).split()
+            words = self._run(unit, roles.write_token_script(self.inventory, role, members)).split()
             return words[words.index("join") + 1] if "join" in words[:-1] else None
         return None
 
     def _check(self) -> None:
         inventory, unit = self.inventory, self.inventory.registrar
         with self._note_errors(unit, "check"):
-            self._run(unit, roles.settle_script(inventory))
+            self._run(unit, roles.write_settle_script(inventory))
             folder = roles.folder_of(inventory.one(CONTROL_UNIT))
             self.ca_pem = self._run(unit, f"cat {folder}/certs/ca.pem")
             changed = any(result.outcome is Outcome.DID for result in self.results)
@@ -141,7 +141,7 @@ class Deployment:
 
     def _check_one(self, unit: Machine, role: MachineRole, *, keep: bool) -> None:
         """Check a cluster; raises LinkError."""
-        text = self._run(unit, roles.check_script(self.inventory, role, keep=keep))
+        text = self._run(unit, roles.write_check_script(self.inventory, role, keep=keep))
         check = from_json(Measurements, text, "what the check measured")
         self.checks.append(check)
         there = {member.name for member in check.members}
@@ -157,7 +157,7 @@ class Deployment:
                     f"inventory, or delete {roles.folder_of(mine)} there and deploy again",
                 )
 
-    def _phase(
+    def _run_phase(
         self, machines: Iterable[Machine], steps: Callable[[Machine], Sequence[SshStep]]
     ) -> None:
         def one(machine: Machine) -> None:
@@ -171,8 +171,8 @@ class Deployment:
         if not steps:
             return []
         try:
-            text = self._run(machine, script_of(steps, dry=dry))
-            return results_in(text, machine.name, steps)
+            text = self._run(machine, write_script(steps, dry=dry))
+            return read_results(text, machine.name, steps)
         except LinkError as error:
             why = str(error)
             return [Result(machine=machine.name, step="ssh", outcome=Outcome.FAILED, why=why)]
@@ -220,7 +220,7 @@ def show(deployed: Deployment, console: Console) -> None:
         (),
     )
     for machine in deployed.inventory.machines:
-        table.add_row(machine.name, machine.host, summary_of(deployed, machine))
+        table.add_row(machine.name, machine.host, summarise(deployed, machine))
     console.print(table)
     for failure in deployed.failures:
         sentence = f"{failure.machine}: {failure.step}: {failure.why}"
@@ -240,7 +240,7 @@ def show(deployed: Deployment, console: Console) -> None:
         console.print("nothing was changed: all of it was done already", style="green")
 
 
-def summary_of(deployed: Deployment, machine: Machine) -> Text:
+def summarise(deployed: Deployment, machine: Machine) -> Text:
     """Summarise the results of one machine in a few words."""
     if failed := deployed.results_of(machine, Outcome.FAILED):
         return Text(f"failed at {failed[0].step}", style="red")
@@ -251,7 +251,7 @@ def summary_of(deployed: Deployment, machine: Machine) -> Text:
     return Text(f"{len(did)} steps done" if did else "nothing to do", style="green")
 
 
-def next_steps(deployed: Deployment, path: Path, console: Console) -> None:
+def show_next_steps(deployed: Deployment, path: Path, console: Console) -> None:
     """Write the files that a run needs beside the inventory, and print how to start one."""
     inventory = deployed.inventory
     folder = path.parent / f"{inventory.name}-run"

@@ -160,8 +160,8 @@ def _parse(values: Mapping[str, Any], folder: Path) -> Inventory:
     parsing.refuse_unknown(values, {*shared, CONTROL_UNIT, EDGE, SERVER, DEVICE}, "key")
     top = parsing.parse_section(_Top(), "", plain)
     common = parsing.parse_section(Access(), "", plain)
-    roles = list(_roles(values))
-    machines = tuple(_machines(roles, common, folder))
+    roles = list(_read_roles(values))
+    machines = tuple(_group_machines(roles, common, folder))
     config = folder / top.ssh_config if top.ssh_config else None
     if config is not None and not config.is_file():
         raise ConfigError(f"ssh-config {config} is not there: correct its path")
@@ -169,10 +169,10 @@ def _parse(values: Mapping[str, Any], folder: Path) -> Inventory:
     return Inventory(clusters=clusters, machines=machines, ssh_config=config)
 
 
-def _roles(values: Mapping[str, Any]) -> Iterable[MachineRole]:
+def _read_roles(values: Mapping[str, Any]) -> Iterable[MachineRole]:
     """Yield the first control unit, then edge and server, which clusters share, then the rest."""
     shared: tuple[str, ...] = (EDGE, SERVER)
-    for cluster, prefix, own in _clusters(values):
+    for cluster, prefix, own in _read_clusters(values):
         blank = MachineRole(kind=CONTROL_UNIT, cluster=cluster)
         unit = parsing.parse_table(blank, prefix + CONTROL_UNIT, own.get(CONTROL_UNIT, {}))
         if not unit.host:
@@ -182,7 +182,7 @@ def _roles(values: Mapping[str, Any]) -> Iterable[MachineRole]:
             found = parsing.parse_table(replace(blank, kind=kind), kind, values.get(kind, {}))
             yield _set_name(replace(found, host=found.host or unit.host), kind, kind)
         shared = ()
-        yield from _devices(own, prefix, replace(blank, kind=DEVICE))
+        yield from _read_devices(own, prefix, replace(blank, kind=DEVICE))
 
 
 def _set_name(role: MachineRole, name: str, where: str) -> MachineRole:
@@ -202,7 +202,7 @@ def _check_role(role: MachineRole, where: str) -> MachineRole:
     return role
 
 
-def _clusters(values: Mapping[str, Any]) -> Iterable[tuple[str, str, Mapping[str, Any]]]:
+def _read_clusters(values: Mapping[str, Any]) -> Iterable[tuple[str, str, Mapping[str, Any]]]:
     """Yield name, prefix of its keys, and tables of each cluster."""
     several = values.get(_CLUSTER, "")
     if not isinstance(several, list):
@@ -226,7 +226,9 @@ def _clusters(values: Mapping[str, Any]) -> Iterable[tuple[str, str, Mapping[str
         raise ConfigError("at least one [[cluster]] table is needed")
 
 
-def _devices(values: Mapping[str, Any], prefix: str, blank: MachineRole) -> Iterable[MachineRole]:
+def _read_devices(
+    values: Mapping[str, Any], prefix: str, blank: MachineRole
+) -> Iterable[MachineRole]:
     devices = values.get(DEVICE, [])
     if not isinstance(devices, list) or not devices:
         head = f"[[{_CLUSTER}.{DEVICE}]]" if prefix else f"[[{DEVICE}]]"
@@ -240,7 +242,7 @@ def _devices(values: Mapping[str, Any], prefix: str, blank: MachineRole) -> Iter
         yield _check_role(device, where)
 
 
-def _machines(roles: list[MachineRole], common: Access, folder: Path) -> Iterable[Machine]:
+def _group_machines(roles: list[MachineRole], common: Access, folder: Path) -> Iterable[Machine]:
     names = [role.name.casefold() for role in roles]
     twice = [role.name for role in roles if names.count(role.name.casefold()) > 1]
     if twice:
@@ -253,12 +255,12 @@ def _machines(roles: list[MachineRole], common: Access, folder: Path) -> Iterabl
         address = here[0].address or host
         yield Machine(
             host=host,
-            access=_access(here, common, folder),
+            access=_merge_access(here, common, folder),
             roles=tuple(replace(role, address=role.address or address) for role in here),
         )
 
 
-def _access(roles: list[MachineRole], common: Access, folder: Path) -> Access:
+def _merge_access(roles: list[MachineRole], common: Access, folder: Path) -> Access:
     """Take each setting from the first of a machine's tables that has it, else the common one."""
     own = [role.access for role in roles]
     found = {f.name: [getattr(each, f.name) for each in (*own, common)] for f in fields(Access)}

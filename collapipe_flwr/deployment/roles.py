@@ -67,7 +67,7 @@ def address_of(role: MachineRole) -> str:
 
 def prepare_machine(inventory: Inventory, machine: Machine) -> Iterator[SshStep]:
     """Yield the steps that install programs, user and units."""
-    yield from _programs(machine)
+    yield from _install_programs(machine)
     yield SshStep(
         name="users",
         test=f"id {USER} && id {KEEPER} || exit 1\n"  # restoring a copy has made them
@@ -86,11 +86,13 @@ def prepare_machine(inventory: Inventory, machine: Machine) -> Iterator[SshStep]
     )
     for role in machine.roles:
         for unit in _UNITS[role.kind]:
-            text = unit_text(unit, keeps_ca=inventory.keeps_ca(role))
-            yield _file(f"unit {unit}", f"/etc/systemd/system/{unit}.service", text, reload=True)
+            text = write_unit(unit, keeps_ca=inventory.keeps_ca(role))
+            yield _write_file(
+                f"unit {unit}", f"/etc/systemd/system/{unit}.service", text, reload=True
+            )
 
 
-def _programs(machine: Machine) -> Iterator[SshStep]:
+def _install_programs(machine: Machine) -> Iterator[SshStep]:
     access = machine.access
     if access.environment:
         runs = f"{quote(access.environment)}/bin/collapipe"
@@ -120,14 +122,16 @@ def _programs(machine: Machine) -> Iterator[SshStep]:
         test=f"{python} -c 'import ensurepip, venv'",
         action=f"apt-get install -y {venv} || {{ apt-get update && apt-get install -y {venv}; }}",
     )
-    yield _wheel(machine)
+    yield _install_wheel(machine)
 
 
-def _wheel(machine: Machine) -> SshStep:
+def _install_wheel(machine: Machine) -> SshStep:
     """Run pip again, in the same environment, if it was interrupted or the wheel differs."""
     access, name = machine.access, Path(machine.access.wheel).name
     wheel = Path(access.wheel).read_bytes()
-    constraints = _constraints(Path(access.constraints)).encode() if access.constraints else b""
+    constraints = (
+        _read_constraints(Path(access.constraints)).encode() if access.constraints else b""
+    )
     extras = "[flower,data,metrics]" if machine.with_flower else ""
     urls = {
         "--index-url": access.index,
@@ -154,8 +158,8 @@ mkdir -p {OPT}/wheel
 rm -f {OPT}/installed
 [ ! -L {OPT}/venv ] || rm {OPT}/venv
 cd {OPT}/wheel
-{_base64(wheel, name)}
-{_base64(constraints, "constraints.txt")}
+{_decode_to(wheel, name)}
+{_decode_to(constraints, "constraints.txt")}
 {OPT}/venv/bin/pip --version > /dev/null 2>&1 || {{
   rm -rf {OPT}/venv
   {quote(access.python or "python3")} -m venv {OPT}/venv
@@ -167,30 +171,32 @@ echo {mark} > {OPT}/installed""",
     )
 
 
-def _constraints(path: Path) -> str:
+def _read_constraints(path: Path) -> str:
     """Read a file of constraints and those that it includes; raises ConfigError."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
         raise ConfigError(f"constraints {path} cannot be read: {error.strerror}") from error
     texts = (
-        _constraints(path.parent / line[3:].strip()) if line.startswith("-c ") else line
+        _read_constraints(path.parent / line[3:].strip()) if line.startswith("-c ") else line
         for line in lines
     )
     return "\n".join(texts) + "\n"
 
 
-def found_clusters(inventory: Inventory) -> Iterator[SshStep]:
+def make_clusters(inventory: Inventory) -> Iterator[SshStep]:
     """Yield the steps that make the clusters beside the CA, and start the joining service."""
     role = inventory.one(CONTROL_UNIT)
     folder = folder_of(role)
-    yield _cluster(inventory, role, "", f"{folder}/certs/{role.name}.key {folder}/certs/*.pem")
+    yield _make_cluster(inventory, role, "", f"{folder}/certs/{role.name}.key {folder}/certs/*.pem")
     for cluster in inventory.clusters[1:]:
-        yield _cluster(inventory, replace(role, cluster=cluster), " --elsewhere control-unit", "")
-    yield from _serve(_registrar(role, "--no-edge"))
+        yield _make_cluster(
+            inventory, replace(role, cluster=cluster), " --elsewhere control-unit", ""
+        )
+    yield from _serve(_describe_registrar(role, "--no-edge"))
 
 
-def _cluster(inventory: Inventory, role: MachineRole, elsewhere: str, shared: str) -> SshStep:
+def _make_cluster(inventory: Inventory, role: MachineRole, elsewhere: str, shared: str) -> SshStep:
     """Make a cluster in the folder of ``role``; the training user may read the files ``shared``."""
     folder, file = folder_of(role), f"{folder_of(role)}/{role.cluster}"
     mark = f"{folder}/.shared" if shared else f"{file}.toml"
@@ -210,7 +216,7 @@ def _cluster(inventory: Inventory, role: MachineRole, elsewhere: str, shared: st
     )
 
 
-def _registrar(role: MachineRole, options: str = "") -> UnitSettings:
+def _describe_registrar(role: MachineRole, options: str = "") -> UnitSettings:
     """Describe the service that admits newcomers or, beside no CA, receives rosters."""
     settings = {"COLLAPIPE_FOLDER": folder_of(role), "COLLAPIPE_OPTIONS": options}
     return UnitSettings(unit=REGISTRAR, settings=settings, address=address_of(role))
@@ -231,7 +237,7 @@ def join_cluster(role: MachineRole, token: str = "") -> SshStep:
     )
 
 
-def token_script(inventory: Inventory, role: MachineRole, members: int) -> str:
+def write_token_script(inventory: Inventory, role: MachineRole, members: int) -> str:
     """Return the script that prints a token for so many members of this kind, beside the CA."""
     folder = folder_of(inventory.one(CONTROL_UNIT))
     return (
@@ -242,17 +248,17 @@ def token_script(inventory: Inventory, role: MachineRole, members: int) -> str:
 
 def serve_roles(inventory: Inventory, machine: Machine) -> Iterator[SshStep]:
     """Yield the steps for settings and services of a machine's roles, without the registrar."""
-    for service in (s for role in machine.roles for s in _services(inventory, role)):
+    for service in (s for role in machine.roles for s in _list_services(inventory, role)):
         yield from _serve(service)
 
 
 def _serve(service: UnitSettings) -> Iterator[SshStep]:
     text = "".join(f'{k}="{v}"\n' for k, v in service.settings.items() if v)
-    yield _file(f"settings of {service.unit}", service.env_file, text)
-    yield _service(service)
+    yield _write_file(f"settings of {service.unit}", service.env_file, text)
+    yield _restart_service(service)
 
 
-def _services(inventory: Inventory, role: MachineRole) -> Iterator[UnitSettings]:
+def _list_services(inventory: Inventory, role: MachineRole) -> Iterator[UnitSettings]:
     folder = folder_of(role)
     if role.kind != CONTROL_UNIT:
         (unit,) = _UNITS[role.kind]
@@ -263,7 +269,7 @@ def _services(inventory: Inventory, role: MachineRole) -> Iterator[UnitSettings]
         )
         return
     if not inventory.keeps_ca(role):
-        yield _registrar(role)
+        yield _describe_registrar(role)
     _, unit, supernode = _UNITS[role.kind]
     yield UnitSettings(unit=unit, settings={"COLLAPIPE_OPTIONS": role.options})
     index, count = inventory.clusters.index(role.cluster), len(inventory.clusters)
@@ -274,7 +280,7 @@ def _services(inventory: Inventory, role: MachineRole) -> Iterator[UnitSettings]
     yield UnitSettings(unit=supernode, settings=settings | {"COLLAPIPE_NODE_CONFIG": node})
 
 
-def _service(service: UnitSettings) -> SshStep:
+def _restart_service(service: UnitSettings) -> SshStep:
     """Restart a service if it runs with another environment, unit or settings."""
     unit, stamp = service.unit, f"{OPT}/started/{service.unit}"
     state = (  # a wheel's venv is not a link, and an action ends at the first failure
@@ -306,7 +312,7 @@ exit 1""",
     )
 
 
-def settle_script(inventory: Inventory) -> str:
+def write_settle_script(inventory: Inventory) -> str:
     """Return the script that waits until every member has the newest roster of its clusters."""
     folder = folder_of(inventory.one(CONTROL_UNIT))
     status = f"as {KEEPER} {OPT}/venv/bin/collapipe cluster status $cluster --folder {folder}"
@@ -319,7 +325,7 @@ for cluster in {shlex.join(inventory.clusters)}; do
 done"""
 
 
-def check_script(inventory: Inventory, role: MachineRole, *, keep: bool) -> str:
+def write_check_script(inventory: Inventory, role: MachineRole, *, keep: bool) -> str:
     """Return the script that prints `collapipe cluster check` as JSON; ``keep``: for plans."""
     file, owner = f"{folder_of(role)}/{role.cluster}", KEEPER if inventory.keeps_ca(role) else USER
     keeping = f"install -o {owner} -g {USER} -m 640 $found/found.json {file}.json" if keep else ":"
@@ -334,8 +340,8 @@ cat found.json
 rm -r $found"""
 
 
-def _file(name: str, path: str, text: str, *, reload: bool = False) -> SshStep:
-    write, held = _base64(text.encode(), f"{path}.new"), base64.b64encode(text.encode()).decode()
+def _write_file(name: str, path: str, text: str, *, reload: bool = False) -> SshStep:
+    write, held = _decode_to(text.encode(), f"{path}.new"), base64.b64encode(text.encode()).decode()
     return SshStep(
         name=name,
         test=f'[ -e {path} ] && [ "$(base64 -w 0 {path})" = "{held}" ]',
@@ -344,11 +350,11 @@ def _file(name: str, path: str, text: str, *, reload: bool = False) -> SshStep:
     )
 
 
-def _base64(data: bytes, path: str) -> str:
+def _decode_to(data: bytes, path: str) -> str:
     return f"base64 -d > {quote(path)} <<'END'\n{base64.encodebytes(data).decode()}END"
 
 
-def unit_text(unit: str, *, keeps_ca: bool) -> str:
+def write_unit(unit: str, *, keeps_ca: bool) -> str:
     """Return the file of a systemd unit; the service with the CA's key has its own user.
 
     The apps of runs, which may be anybody's, are executed as the user of the other services.

@@ -91,8 +91,8 @@ step() {{
 """
 
 
-def script_of(steps: Sequence[SshStep], *, dry: bool) -> str:
-    """Assemble the bash script of these steps, whose output `results_in` reads."""
+def write_script(steps: Sequence[SshStep], *, dry: bool) -> str:
+    """Assemble the bash script of these steps, whose output `read_results` reads."""
     parts = [_PRELUDE.format(lock_s=_LOCK_S, least_mb=_LEAST_MB, dry="dry" if dry else "")]
     for number, each in enumerate(steps):
         parts.append(f"test_{number}() {{\n{each.test}\n}}")
@@ -101,7 +101,7 @@ def script_of(steps: Sequence[SshStep], *, dry: bool) -> str:
     return "\n".join(parts)
 
 
-def results_in(text: str, machine: str, steps: Sequence[SshStep]) -> list[Result]:
+def read_results(text: str, machine: str, steps: Sequence[SshStep]) -> list[Result]:
     """Read the results in a script's output; raises LinkError if it broke off without a failure."""
     lines = [line.split("\t", 2) for line in text.splitlines() if line.count("\t") >= 2]
     found = [
@@ -130,7 +130,7 @@ def run(
     whole = f"main() {{\n{script}\n}}\nmain\n"
     try:
         done = subprocess.run(
-            [*_command(machine, config, accept_new=accept_new), _AS_ROOT],
+            [*_build_command(machine, config, accept_new=accept_new), _AS_ROOT],
             input=whole.encode(),
             capture_output=True,
             timeout=deadline_s,
@@ -144,11 +144,11 @@ def run(
     except OSError as error:
         raise LinkError(f"`ssh` cannot be run here: {error.strerror}") from error
     if done.returncode:
-        raise LinkError(_why(machine, done.returncode, done.stderr.decode(errors="replace")))
+        raise LinkError(_explain(machine, done.returncode, done.stderr.decode(errors="replace")))
     return done.stdout.decode(errors="replace")
 
 
-def _command(machine: Machine, config: Path | None, *, accept_new: bool) -> list[str]:
+def _build_command(machine: Machine, config: Path | None, *, accept_new: bool) -> list[str]:
     options = ["BatchMode=yes", f"ConnectTimeout={_CONNECT_S}"]
     options += ["ServerAliveInterval=10", "ServerAliveCountMax=3"]
     options += ["StrictHostKeyChecking=accept-new"] if accept_new else []
@@ -160,7 +160,7 @@ def _command(machine: Machine, config: Path | None, *, accept_new: bool) -> list
     return ["ssh", *words, "--", machine.host]
 
 
-def _why(machine: Machine, code: int, said: str) -> str:
+def _explain(machine: Machine, code: int, said: str) -> str:
     """Explain, from the output of ssh or sudo, what failed and the way out."""
     last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
     where, host = machine.login, machine.host

@@ -22,13 +22,13 @@ from collapipe_flwr.models.checkpoint import (
     checkpoint_misfit,
     read_pretrained_config,
 )
-from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal
+from collapipe_flwr.models.discovery import NEEDS_VALUES, VALUE_ERRORS, make_refusal
 from collapipe_flwr.models.families import FAMILIES, LAYERDROPS, missing_token
 from collapipe_flwr.models.foreign_errors import UNFIT, translate_errors
-from collapipe_flwr.models.layout import block_index, block_names, group_tensors
+from collapipe_flwr.models.layout import find_block_index, group_tensors, list_block_paths
 from collapipe_flwr.models.likeness import refuse_unlike
 from collapipe_flwr.models.lora import find_default_targets, find_head_modules, key_of
-from collapipe_flwr.models.module_call import names_in
+from collapipe_flwr.models.module_call import list_names
 from collapipe_flwr.models.part import normalises_batches
 from collapipe_flwr.models.profile import profile_shapes
 from collapipe_flwr.models.skeleton import build_module, build_skeleton
@@ -308,14 +308,14 @@ def rehearse(splitter: Splitter) -> None:
     """Run all parts once, on shapes only; raises ModelError where that fails."""
     try:
         profile_shapes(splitter, BatchShape(source_length=2, target_length=2))
-    except VALUES_ASKED as cause:
-        raise refusal(splitter.spec, ON_VALUES) from cause
+    except VALUE_ERRORS as cause:
+        raise make_refusal(splitter.spec, NEEDS_VALUES) from cause
     except (ModelError, *UNFIT) as cause:
         if splitter.decodes and splitter.config.decoder_start_token_id is None:
-            raise refusal(splitter.spec, _NO_START) from cause
+            raise make_refusal(splitter.spec, _NO_START) from cause
         if splitter.spec.model_class and isinstance(cause, ModelError):
-            raise refusal(splitter.spec, str(cause)) from cause
-        raise refusal(splitter.spec, _NOT_APART) from cause
+            raise make_refusal(splitter.spec, str(cause)) from cause
+        raise make_refusal(splitter.spec, _NOT_APART) from cause
 
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -344,7 +344,7 @@ def describe_module(
     """
     name = type(model).__name__
     builder = load_builder(build, nn.Module)
-    if arguments_json == "{}" and (needed := names_in(builder, needed=True)):
+    if arguments_json == "{}" and (needed := list_names(builder, needed=True)):
         raise ModelError(
             f"{name} needs {', '.join(needed)} to be built on other machines: pass "
             f"SplitModel({name}, arguments={{{needed[0]!r}: ...}})"
@@ -352,7 +352,7 @@ def describe_module(
     twin = _build_twin(model, build, arguments_json)
     with prefix_errors(f"{name} cannot be split"):
         blocks = blocks or _find_blocks(model)
-        names = block_names(model, blocks)
+        names = list_block_paths(model, blocks)
         if not names or not isinstance(model.get_submodule(blocks), _LISTS):
             raise ModelError(f"blocks={blocks!r} is not a list of blocks in it")
         _refuse_shared(model, names)
@@ -440,7 +440,7 @@ def _find_blocks(model: nn.Module) -> str:
 def _refuse_shared(model: nn.Module, names: Sequence[str]) -> None:
     """Raise ModelError for a tensor of a block that is also used elsewhere."""
     for paths in group_tensors(model).values():
-        holders = {block_index(path, names) for path in paths}
+        holders = {find_block_index(path, names) for path in paths}
         if len(holders) > 1:
             raise ModelError(
                 f"{paths[0]!r} and {paths[-1]!r} are one parameter, and blocks may share none"
@@ -466,7 +466,7 @@ def _find_owners(
     parameters = {key for key, _ in model.named_parameters()}
     found: dict[str, set[str]] = {}
     for key in keys:
-        if block_index(key, names) is not None:
+        if find_block_index(key, names) is not None:
             continue
         if is_within(key, embed):
             found[key] = {"embed"}

@@ -27,9 +27,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
-from collapipe_flwr.models.families import FAMILIES, Family, base_path, stack_path
+from collapipe_flwr.models.families import FAMILIES, Family, find_base_path, find_stack_path
 from collapipe_flwr.models.foreign_errors import UNFIT, explain_unfit
-from collapipe_flwr.models.module_call import arguments_of
+from collapipe_flwr.models.module_call import list_arguments
 from collapipe_flwr.models.skeleton import (
     build_skeleton,
     make_example_inputs,
@@ -38,11 +38,11 @@ from collapipe_flwr.models.skeleton import (
 )
 from collapipe_flwr.models.spec import ModelSpec
 from collapipe_flwr.models.stack import disable_cache
-from collapipe_flwr.models.tasks import TASKS, auto_class, is_transformers_class
+from collapipe_flwr.models.tasks import TASKS, find_auto_class, is_transformers_class
 from collapipe_flwr.models.trace import ModelTrace
 
-ON_VALUES = "what it computes depends on values, not only on shapes"
-VALUES_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
+NEEDS_VALUES = "what it computes depends on values, not only on shapes"
+VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 _EXAMPLES, _LENGTH = 2, 8
 _ASKED = "is_torchdynamo_compiling"  # by transformers' caches of functions, and by them alone
 _is_compiling: Callable[[], bool] = getattr(pytorch_utils, _ASKED)
@@ -95,18 +95,18 @@ def discover_family(spec: ModelSpec) -> Family:
         model = _build_fake_model(spec)
         decodes = bool(model.config.is_encoder_decoder)
         blocks_path = _find_block_list(model, spec, decodes=decodes)
-        stack_path, stack = _find_stack(model, blocks_path)
-        blocks = blocks_path[len(stack_path) :].lstrip(".")
+        path, stack = _find_stack(model, blocks_path)
+        blocks = blocks_path[len(path) :].lstrip(".")
         trace = _trace(stack, blocks, spec)
     config = read_config(spec)  # a model may have that of its text part instead
-    others = [task for task in TASKS if task != "seq2seq" and auto_class(task, config)]
+    others = [task for task in TASKS if task != "seq2seq" and find_auto_class(task, config)]
     return Family(
         model_types=(spec.model_type,),
         blocks=blocks,
         before=tuple(_find_outermost(stack, blocks, trace.ahead)),
         inputs=None,
         tasks=("seq2seq",) if decodes else tuple(sorted(others)),
-        stack=stack_path[len(base_path(model)) :].lstrip("."),
+        stack=path[len(find_base_path(model)) :].lstrip("."),
         input_name=stack.main_input_name,
         entry="pixel_values" if stack.main_input_name == "pixel_values" else "inputs_embeds",
         decodes=decodes,
@@ -136,7 +136,7 @@ def _find_block_list(model: PreTrainedModel, spec: ModelSpec, *, decodes: bool) 
     own = [p for p, kinds in lists.items() if all(map(_is_layer, kinds))]
     equal = [p for p, kinds in lists.items() if len(set(kinds)) == 1]
     if not own and not equal:
-        raise refusal(spec, "it has no list of blocks")
+        raise make_refusal(spec, "it has no list of blocks")
     return (own or equal)[0]
 
 
@@ -150,7 +150,7 @@ def _find_stack(model: PreTrainedModel, blocks_path: str) -> tuple[str, PreTrain
     for depth in range(len(names) - 1, 0, -1):
         path = ".".join(names[:depth])
         module = model.get_submodule(path)
-        if isinstance(module, PreTrainedModel) and module.main_input_name in arguments_of(module):
+        if isinstance(module, PreTrainedModel) and module.main_input_name in list_arguments(module):
             return path, module
     raise ModelError(
         f"model type {model.config.model_type!r} cannot be split: nothing around its blocks "
@@ -161,9 +161,9 @@ def _find_stack(model: PreTrainedModel, blocks_path: str) -> tuple[str, PreTrain
 def _trace(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> ModelTrace:
     """Watch one pass of the stack; raises ModelError if no cut is exact."""
     inputs = make_example_inputs(stack.config, stack.main_input_name, _LENGTH, _EXAMPLES)
-    for name in arguments_of(stack, needed=True):
+    for name in list_arguments(stack, needed=True):
         if name not in inputs:
-            raise refusal(
+            raise make_refusal(
                 spec,
                 f"it needs {name!r}, and models are traced with {', '.join(sorted(inputs))} only: "
                 "give SplitModel a module of your own around it, with an example",
@@ -172,17 +172,19 @@ def _trace(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> ModelTr
         trace = ModelTrace(stack, blocks_path, inputs, rebuilt_arguments=True)
         with trace.watch():
             stack(**inputs, **disable_cache(stack))
-    except VALUES_ASKED as cause:
-        raise refusal(spec, ON_VALUES) from cause
+    except VALUE_ERRORS as cause:
+        raise make_refusal(spec, NEEDS_VALUES) from cause
     except ModelError as cause:
-        raise refusal(spec, str(cause)) from cause
+        raise make_refusal(spec, str(cause)) from cause
     except UNFIT as cause:
         reason = explain_unfit(cause, stack.config)
-        raise refusal(spec, f"transformers cannot run it on shapes alone, {reason}") from cause
+        raise make_refusal(spec, f"transformers cannot run it on shapes alone, {reason}") from cause
     if trace.calls[0][0].shape[0] != _EXAMPLES:
-        raise refusal(spec, "the hidden states that its blocks read do not begin with examples")
+        raise make_refusal(
+            spec, "the hidden states that its blocks read do not begin with examples"
+        )
     if both := sorted(trace.ahead & trace.behind):
-        raise refusal(spec, f"{both[0]!r} is read both before and behind its blocks")
+        raise make_refusal(spec, f"{both[0]!r} is read both before and behind its blocks")
     return trace
 
 
@@ -197,7 +199,7 @@ def _find_outermost(stack: nn.Module, blocks_path: str, keys: Iterable[str]) -> 
             yield name
 
 
-def refusal(spec: ModelSpec, reason: str) -> ModelError:
+def make_refusal(spec: ModelSpec, reason: str) -> ModelError:
     """Make the error for a model type of which no cut is exact."""
     what = spec.model_class or f"model type {spec.model_type!r}"
     return ModelError(f"{what} cannot be split: {reason}")
@@ -214,12 +216,12 @@ def _is_recorded(family: Family, spec: ModelSpec) -> bool:
         return True
     model = build_skeleton(spec.unadapted)
     try:
-        return is_transformers_class(type(model.get_submodule(stack_path(model, family))))
+        return is_transformers_class(type(model.get_submodule(find_stack_path(model, family))))
     except AttributeError:
         return False
 
 
-def family_for(spec: ModelSpec) -> Family:
+def find_family(spec: ModelSpec) -> Family:
     """Return the record of the model type, or the one that a trace finds; raises ModelError."""
     family = FAMILIES.get(spec.model_type)
     if family is None or not _is_recorded(family, spec):

@@ -282,12 +282,12 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def stack_path(model: PreTrainedModel, family: Family) -> str:
+def find_stack_path(model: PreTrainedModel, family: Family) -> str:
     """Return the path of the stack in the whole model: ``bert``, ``model.encoder``, ..."""
-    return join_path(base_path(model), family.stack)
+    return join_path(find_base_path(model), family.stack)
 
 
-def base_path(model: PreTrainedModel) -> str:
+def find_base_path(model: PreTrainedModel) -> str:
     """Return the path of the base model in one with a head; empty if it is the whole model.
 
     A head that is not a class of the library may have any name for it.
@@ -302,7 +302,7 @@ def base_path(model: PreTrainedModel) -> str:
 
 def find_blocks(model: PreTrainedModel, family: Family) -> nn.ModuleList:
     """Return the family's block list; raises ModelError if the model has none there."""
-    path = join_path(stack_path(model, family), family.blocks)
+    path = join_path(find_stack_path(model, family), family.blocks)
     blocks = model.get_submodule(path)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
         raise ModelError(f"model type {model.config.model_type!r} has no blocks at {path!r}")
@@ -394,7 +394,7 @@ def missing_token(config: Any, key: str) -> ModelError:
 _SHIFTED_POSITIONS = ("roberta", "xlm-roberta", "camembert")
 
 
-def most_positions(config: Any) -> int | None:
+def find_most_positions(config: Any) -> int | None:
     """Return how many tokens a sequence may have when split; None where there is no limit."""
     positions = getattr(config, "max_position_embeddings", None)
     if (switch := find_rope_switch(config.to_dict())) is not None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
-from collapipe_flwr.models.families import Family, find_blocks, join_path, stack_path
+from collapipe_flwr.models.families import Family, find_blocks, find_stack_path, join_path
 from collapipe_flwr.models.lora import is_superseded, key_of
 from collapipe_flwr.models.spec import ModelSpec, ModuleSpec
 
@@ -81,7 +81,7 @@ class Holdings:
 
 def make_layout(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Layout:
     """Assign every tensor of the skeleton ``model`` to its owner."""
-    stack = stack_path(model, family)
+    stack = find_stack_path(model, family)
     first_at_edge = len(find_blocks(model, family)) - spec.edge_blocks
     untie = spec.ties == "untie" or spec.adapted  # frozen twins stay equal
     groups = _group_ties(model)
@@ -159,7 +159,7 @@ def group_tensors(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def make_module_layout(model: nn.Module, spec: ModuleSpec) -> Layout:
     """Assign every tensor of a module to its owner; raises ModelError where it fits no spec."""
     places = group_tensors(model)
-    names = block_names(model, spec.blocks)
+    names = list_block_paths(model, spec.blocks)
     wrong = sorted({*spec.before, *spec.updated, *spec.frozen}.difference(places))
     if len(names) != spec.num_blocks or wrong:
         raise ModelError(
@@ -169,7 +169,7 @@ def make_module_layout(model: nn.Module, spec: ModuleSpec) -> Layout:
     first_at_edge = spec.num_blocks - spec.edge_blocks
     owners: dict[str, Owner] = {}
     for key in places:
-        index = block_index(key, names)
+        index = find_block_index(key, names)
         if key in spec.before:
             owners[key] = EMBEDDING
         else:
@@ -184,7 +184,7 @@ def make_module_layout(model: nn.Module, spec: ModuleSpec) -> Layout:
     )
 
 
-def block_names(model: nn.Module, blocks: str) -> list[str]:
+def list_block_paths(model: nn.Module, blocks: str) -> list[str]:
     """Return the paths of the blocks in order; none where the model has no such list."""
     try:
         found = model.get_submodule(blocks)
@@ -193,7 +193,7 @@ def block_names(model: nn.Module, blocks: str) -> list[str]:
     return [f"{blocks}.{name}" if blocks else name for name in found._modules]
 
 
-def block_index(path: str, names: Sequence[str]) -> int | None:
+def find_block_index(path: str, names: Sequence[str]) -> int | None:
     """Return the number of the block that holds the tensor at ``path``; None outside of blocks."""
     return next((i for i, name in enumerate(names) if is_within(path, [name])), None)
 

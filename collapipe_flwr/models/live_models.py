@@ -43,7 +43,7 @@ def is_peft(module: nn.Module) -> bool:
     return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
 
 
-def model_inside(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the model inside a ``PeftModel``, with its adapters; any other one as it is.
 
     Raises ModelError for adapters of another kind than LoRA, and for several.
@@ -97,7 +97,7 @@ def _require_lora(model: Any) -> None:
         )
 
 
-def adapters_of(model: Any) -> dict[str, str]:
+def describe_adapters(model: Any) -> dict[str, str]:
     """Return the fields of a spec that describe a ``PeftModel``'s adapters; raises ModelError."""
     if not is_peft(model):
         return {}
@@ -119,7 +119,7 @@ def adapters_of(model: Any) -> dict[str, str]:
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a live model, without peft's wrappers in their names."""
-    inner, state = model_inside(model), {}
+    inner, state = unwrap_model(model), {}
     for path, tensor in inner.state_dict().items():
         if inner is model or not is_superseded(path):
             state[path if inner is model else key_of(path)] = tensor.detach()
@@ -179,7 +179,7 @@ def refuse_unfit(model: nn.Module, *, adapted: bool = False) -> None:
             f"SplitModel needs the model inside this {name}: pass model.{inside}, and start with "
             f"model.{inside}.state_dict()"
         )
-    inner = model_inside(model)
+    inner = unwrap_model(model)
     if inner is not model:
         refuse_unfit(inner, adapted=True)
         return

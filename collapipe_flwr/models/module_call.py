@@ -82,7 +82,7 @@ class InputTracker(TorchFunctionMode):
         return found
 
 
-def names_in(function: Callable[..., Any], *, needed: bool = False) -> tuple[str, ...]:
+def list_names(function: Callable[..., Any], *, needed: bool = False) -> tuple[str, ...]:
     """Return the names of a function's arguments, or of the ``needed`` ones: without a default."""
     parameters = inspect.signature(function).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -90,9 +90,9 @@ def names_in(function: Callable[..., Any], *, needed: bool = False) -> tuple[str
     return tuple(p.name for p in named if not needed or p.default is p.empty)
 
 
-def arguments_of(module: nn.Module, *, needed: bool = False) -> tuple[str, ...]:
-    """Return the names of the arguments of a module's forward; see `names_in`."""
-    return names_in(type(module).forward, needed=needed)[1:]
+def list_arguments(module: nn.Module, *, needed: bool = False) -> tuple[str, ...]:
+    """Return the names of the arguments of a module's forward; see `list_names`."""
+    return list_names(type(module).forward, needed=needed)[1:]
 
 
 def call(model: nn.Module, inputs: Sequence[str], batch: Mapping[str, Tensor]) -> Any:
@@ -101,7 +101,7 @@ def call(model: nn.Module, inputs: Sequence[str], batch: Mapping[str, Tensor]) -
     They are passed by name if its forward has an argument of that name or takes any, otherwise by
     position.
     """
-    named = arguments_of(model)
+    named = list_arguments(model)
     missing = [key for key in inputs if key not in batch and key not in named]
     if missing:
         raise ModelError(
@@ -124,7 +124,7 @@ def split_arguments(
     block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Any]]:
     """Split a call into hidden states and other arguments by name; raises ModelError."""
-    names = arguments_of(block)
+    names = list_arguments(block)
     if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
         raise ModelError("its blocks do not take hidden states, one tensor of numbers, first")
     if len(args) > len(names):
@@ -167,7 +167,7 @@ def unpack(context: Mapping[str, Tensor], template: Template) -> dict[str, Any]:
     }
 
 
-def shape_tensor(tensor: Tensor) -> Tensor:
+def make_shape_tensor(tensor: Tensor) -> Tensor:
     """Return the shape of an input that does not travel."""
     with unset_fake_temporarily():
         return torch.tensor(tensor.shape, dtype=torch.int64)

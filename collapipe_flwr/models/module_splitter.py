@@ -30,9 +30,9 @@ from collapipe_flwr.models.module_call import (
     call,
     hidden_of,
     make_forward,
+    make_shape_tensor,
     pack,
     replace_forwards,
-    shape_tensor,
     split_arguments,
     stop_forward,
     unpack,
@@ -81,7 +81,7 @@ class ModuleSplitter(AnySplitter):
         """Return all tensors; of inputs that nothing behind the blocks reads, the shapes."""
         hidden = [key for key in self.spec.inputs if key not in self.spec.tail and key in batch]
         found = {key: value for key, value in batch.items() if key not in hidden}
-        return {**found, **{SHAPE + key: shape_tensor(batch[key]) for key in hidden}}
+        return {**found, **{SHAPE + key: make_shape_tensor(batch[key]) for key in hidden}}
 
     def targets_of(self, batch: Batch) -> tuple[str, ...]:
         ahead = set(self.spec.inputs).difference(self.spec.tail)

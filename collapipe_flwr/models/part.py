@@ -24,7 +24,7 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.layout import Holdings, Owner
 from collapipe_flwr.models.lora import can_quantize, quantize
 from collapipe_flwr.models.skeleton import leave_holes, place_tensor, read_tensor
-from collapipe_flwr.models.tasks import Batch, Objective, best_class, scores_of
+from collapipe_flwr.models.tasks import Batch, Objective, choose_best, scores_of
 
 Weights = Mapping[str, Tensor]  # by absolute key
 
@@ -253,7 +253,7 @@ class LossPart(Part):
         nothing = self.weight_of(context) == 0  # the library's mean would be NaN
         loss = hidden.sum() * 0.0 if nothing else self._objective.loss_of(found, context)
         logits = scores_of(found)
-        return loss, logits if scores else best_class(logits)
+        return loss, logits if scores else choose_best(logits)
 
     def weight_of(self, context: Batch) -> float:
         """Return what the loss is a mean over: examples, target tokens, or a sum of weights."""

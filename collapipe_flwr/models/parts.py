@@ -12,14 +12,14 @@ from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.families import find_rope_switch, most_positions
+from collapipe_flwr.models.families import find_most_positions, find_rope_switch
 from collapipe_flwr.models.foreign_errors import first_lines
 from collapipe_flwr.models.generation import FEEDING, Ask, Emit, Prompt, generate
 from collapipe_flwr.models.layout import Holdings
 from collapipe_flwr.models.module_call import (
     InputTracker,
     StopForward,
-    arguments_of,
+    list_arguments,
     stop_forward,
 )
 from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights
@@ -41,7 +41,7 @@ class EmbeddingPart(Borrower):
     def __init__(
         self, stack: Stack, holdings: Holdings, weights: Weights, unread: AbstractSet[str]
     ) -> None:
-        self._accepted = set(arguments_of(stack.module)) - unread
+        self._accepted = set(list_arguments(stack.module)) - unread
         readers = tuple(name for name in _TOKENS if name in self._accepted)
         ids_of = dict.fromkeys(holdings.layout.ties, readers)
         super().__init__(stack.model, holdings, weights, ids_of)
@@ -63,7 +63,7 @@ class EmbeddingPart(Borrower):
             return hidden_BTD
         except (ValueError, TypeError, IndexError, RuntimeError) as cause:
             raise ModelError(
-                misfit_of_inputs(self.model.config, known)
+                explain_inputs(self.model.config, known)
                 or f"the embedding cannot read {self._describe(known)}: {first_lines(cause)}; "
                 "check the tokenizer and the maximum length"
             ) from cause
@@ -146,7 +146,7 @@ class EdgePart(LossPart):
         self._task = task
         self._own_head = own_head and not stack.family.decodes
         self._arrived_BTD: Tensor | None = None  # while such a head runs
-        self._accepted = {*arguments_of(stack.model)} - {stack.family.entry, "encoder_outputs"}
+        self._accepted = {*list_arguments(stack.model)} - {stack.family.entry, "encoder_outputs"}
         if objective.loss is not None and not stack.family.decodes:
             self._accepted -= {LABELS}  # else the library computes a loss that is not used
         if not stack.family.decodes:
@@ -177,7 +177,7 @@ class EdgePart(LossPart):
             output: ModelOutput = self.model(**arguments)
         except (ValueError, IndexError, RuntimeError) as cause:
             raise ModelError(
-                misfit_of_labels(self.model.config, self._task, arguments.get("labels"))
+                explain_labels(self.model.config, self._task, arguments.get("labels"))
                 or f"the edge cannot compute its output: {first_lines(cause)}"
             ) from cause
         return output
@@ -232,12 +232,12 @@ def _dereference(edge: weakref.ref[EdgePart]) -> EdgePart:
     return part
 
 
-def misfit_of_inputs(config: Any, inputs: Mapping[str, Tensor]) -> str | None:
+def explain_inputs(config: Any, inputs: Mapping[str, Tensor]) -> str | None:
     """Describe the fault of a batch's tokens in one sentence; None if they have none."""
     ids = inputs.get("input_ids")
     if ids is None or ids.numel() == 0:
         return None
-    vocabulary, positions = getattr(config, "vocab_size", None), most_positions(config)
+    vocabulary, positions = getattr(config, "vocab_size", None), find_most_positions(config)
     wrong = _find_outside(ids, vocabulary)
     if wrong is not None:
         return (
@@ -252,7 +252,7 @@ def misfit_of_inputs(config: Any, inputs: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def misfit_of_labels(config: Any, task: ModelTask, labels: Tensor | None) -> str | None:
+def explain_labels(config: Any, task: ModelTask, labels: Tensor | None) -> str | None:
     """Describe the fault of a batch's labels in one sentence; None if they have none."""
     if labels is None or labels.is_floating_point():
         return None

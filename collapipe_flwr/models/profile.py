@@ -27,7 +27,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.models.discovery import ON_VALUES, VALUES_ASKED, refusal, use_fake_tensors
+from collapipe_flwr.models.discovery import (
+    NEEDS_VALUES,
+    VALUE_ERRORS,
+    make_refusal,
+    use_fake_tensors,
+)
 from collapipe_flwr.models.foreign_errors import UNFIT, first_lines
 from collapipe_flwr.models.part import Part
 from collapipe_flwr.models.spec import BatchShape, ModuleSpec
@@ -59,14 +64,14 @@ def profile_model(
     if isinstance(splitter.spec, ModuleSpec):
         try:
             return profile_shapes(splitter, shape, optimizer_bytes)
-        except (ModelError, *VALUES_ASKED, *UNFIT):
+        except (ModelError, *VALUE_ERRORS, *UNFIT):
             return _profile(splitter, shape, optimizer_bytes)
     try:
         return profile_shapes(splitter, shape, optimizer_bytes)
-    except VALUES_ASKED as cause:
-        raise refusal(splitter.spec, ON_VALUES) from cause
+    except VALUE_ERRORS as cause:
+        raise make_refusal(splitter.spec, NEEDS_VALUES) from cause
     except UNFIT as cause:
-        raise refusal(splitter.spec, f"its parts do not run: {first_lines(cause)}") from cause
+        raise make_refusal(splitter.spec, f"its parts do not run: {first_lines(cause)}") from cause
 
 
 def profile_shapes(

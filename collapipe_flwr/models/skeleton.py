@@ -22,7 +22,7 @@ from collapipe_flwr.core.imports import load_builder
 from collapipe_flwr.models.foreign_errors import UNFIT, explain_unfit, translate_errors
 from collapipe_flwr.models.lora import add_adapters
 from collapipe_flwr.models.spec import ModelSpec
-from collapipe_flwr.models.tasks import auto_class, model_class
+from collapipe_flwr.models.tasks import find_auto_class, model_class
 
 # Building patches globals of torch or transformers for a moment; devices may be threads. The lock
 # is reentrant, and users' modules are imported ahead of it, since they may build models themselves.
@@ -135,7 +135,7 @@ def _build_on_meta() -> Iterator[None]:
 
 def builder_of(spec: ModelSpec, config: PreTrainedConfig) -> Any:
     """Return the class that ``spec`` names, or the Auto class of its task; raises ModelError."""
-    found: Any = model_class(spec) or auto_class(spec.task, config)
+    found: Any = model_class(spec) or find_auto_class(spec.task, config)
     if found is None:
         raise ModelError(
             f"transformers has no {spec.task!r} head for model type {config.model_type!r}"

@@ -21,13 +21,13 @@ from collapipe_flwr.models.decomposition import find_means, make_up_batch
 from collapipe_flwr.models.describing import describe_live, describe_module, take_first_examples
 from collapipe_flwr.models.foreign_errors import translate_errors
 from collapipe_flwr.models.live_models import (
-    adapters_of,
-    model_inside,
+    describe_adapters,
     prove_base,
     refuse_unfit,
     state_of,
+    unwrap_model,
 )
-from collapipe_flwr.models.module_call import arguments_of
+from collapipe_flwr.models.module_call import list_arguments
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.skeleton import build_module, make_example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec, ModuleSpec
@@ -92,10 +92,10 @@ class SplitModel(DescribedModel):
         if loss is not None and not isinstance(loss, str):
             loss = path_of(loss, "the loss")
         common: dict[str, Any] = {"loss": loss or "", "weight": weight, "edge_blocks": edge_blocks}
-        inner = model_inside(self.model)
+        inner = unwrap_model(self.model)
         if isinstance(inner, PreTrainedModel):
             spec: ModelSpec | ModuleSpec
-            adapters = adapters_of(self.model)
+            adapters = describe_adapters(self.model)
             spec = describe_live(inner, ties=ties, shared=shared, **adapters, **common)
             if adapters:
                 spec = prove_base(spec, self.model)
@@ -147,7 +147,7 @@ class SplitModel(DescribedModel):
         example = self._require_example()
         if set(example) == {INPUTS, LABELS}:
             return (INPUTS,)
-        named = tuple(key for key in arguments_of(self.model) if key in example)
+        named = tuple(key for key in list_arguments(self.model) if key in example)
         if not named:
             raise ModelError(
                 f"no tensor of the example ({', '.join(map(repr, example))}) is an argument "
@@ -171,7 +171,7 @@ class SplitModel(DescribedModel):
     def _find_shape(self, spec: ModelSpec | ModuleSpec, length: int | None) -> BatchShape:
         if isinstance(spec, ModuleSpec):
             return BatchShape(source_length=length or 1)
-        name = str(model_inside(self.model).main_input_name)
+        name = str(unwrap_model(self.model).main_input_name)
         if length is None and name == "input_ids":
             ids = (self._example or {}).get(name)
             if ids is None:

@@ -20,14 +20,14 @@ from collapipe_flwr.models.checkpoint import (
     digest_of,
     load_checkpoint,
 )
-from collapipe_flwr.models.discovery import family_for
+from collapipe_flwr.models.discovery import find_family
 from collapipe_flwr.models.families import (
     Family,
     count_device_blocks,
     find_blocks,
-    most_positions,
+    find_most_positions,
+    find_stack_path,
     refuse_inexact,
-    stack_path,
 )
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, make_layout
 from collapipe_flwr.models.lora import (
@@ -37,13 +37,13 @@ from collapipe_flwr.models.lora import (
     is_superseded,
     key_of,
 )
-from collapipe_flwr.models.module_call import arguments_of
+from collapipe_flwr.models.module_call import list_arguments
 from collapipe_flwr.models.module_splitter import ModuleSplitter
 from collapipe_flwr.models.part import Part, Weights, normalises_batches
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
 from collapipe_flwr.models.skeleton import build_random, build_skeleton, make_example_inputs
 from collapipe_flwr.models.spec import BatchShape, ModelSpec, ModuleSpec, spec_of
-from collapipe_flwr.models.stack import Stack, passes_on
+from collapipe_flwr.models.stack import Stack, takes_any_argument
 from collapipe_flwr.models.tasks import (
     EXAMPLES,
     LABELS,
@@ -78,7 +78,7 @@ class Splitter(AnySplitter):
             targets=count_labels if shifts_itself else self.task.targets,
             loss=load_loss(spec.loss),
         )
-        self._family = family_for(spec)
+        self._family = find_family(spec)
         self._skeleton = skeleton = build_skeleton(spec)
         refuse_inexact(skeleton.config, self._family, spec.task)
         total_blocks = len(find_blocks(skeleton, self._family))
@@ -86,12 +86,12 @@ class Splitter(AnySplitter):
         self._layout = make_layout(skeleton, self._family, spec)
         self.config = skeleton.config
         self.has_record = self._family.inputs is not None  # its type is known, not found by a trace
-        self.most_tokens = most_positions(self.config)  # of a sequence; None: no limit
+        self.most_tokens = find_most_positions(self.config)  # of a sequence; None: no limit
         self.input_name = self._family.input_name
-        stack = skeleton.get_submodule(stack_path(skeleton, self._family))
+        stack = skeleton.get_submodule(find_stack_path(skeleton, self._family))
         self.input_config = stack.config  # of pictures and sound: their part's own
-        self._body_inputs, self._head_inputs = (set(arguments_of(m)) for m in (stack, skeleton))
-        if passes_on(skeleton):
+        self._body_inputs, self._head_inputs = (set(list_arguments(m)) for m in (stack, skeleton))
+        if takes_any_argument(skeleton):
             self._head_inputs |= self._body_inputs
         self._context_keys = _choose_context_keys(self._family, spec.task)
         self._unread = set[str]()

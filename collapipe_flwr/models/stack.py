@@ -28,13 +28,13 @@ from collapipe_flwr.models.families import (
     BlockArguments,
     Family,
     find_blocks,
-    stack_path,
+    find_stack_path,
     token_mask,
 )
 from collapipe_flwr.models.module_call import (
     StopForward,
-    arguments_of,
     hidden_of,
+    list_arguments,
     make_forward,
     replace_forwards,
     split_arguments,
@@ -130,7 +130,7 @@ class Stack:
     replaying: Lock = field(init=False, default_factory=Lock)  # an edge's texts share the modules
 
     def __post_init__(self) -> None:
-        self.module = self.model.get_submodule(stack_path(self.model, self.family))
+        self.module = self.model.get_submodule(find_stack_path(self.model, self.family))
         self.blocks = find_blocks(self.model, self.family)
 
     @property
@@ -232,10 +232,10 @@ class Stack:
 
 def disable_cache(model: nn.Module) -> dict[str, bool]:
     """Return the argument that keeps a model from building a cache for generation, if it would."""
-    return {"use_cache": False} if "use_cache" in arguments_of(model) else {}
+    return {"use_cache": False} if "use_cache" in list_arguments(model) else {}
 
 
-def passes_on(module: nn.Module) -> bool:
+def takes_any_argument(module: nn.Module) -> bool:
     """Return whether a module's own forward takes arguments that it does not name."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

@@ -103,7 +103,7 @@ def find_task(name: str) -> ModelTask:
     raise ModelError(f"unknown task {name!r}; {hint}")
 
 
-def auto_class(task: str, config: PreTrainedConfig) -> Any:
+def find_auto_class(task: str, config: PreTrainedConfig) -> Any:
     """Return the Auto class that puts the task's head on this architecture; None without one."""
     classes: tuple[Any, ...] = find_task(task).auto_classes
     return next((auto for auto in classes if type(config) in auto._model_mapping), None)
@@ -132,7 +132,7 @@ def recognize_task(kind: type) -> str:
 
 def find_built_class(task: str, config: PreTrainedConfig) -> type | None:
     """Return the library's class for the task on this architecture; None if there is none."""
-    auto = auto_class(task, config)
+    auto = find_auto_class(task, config)
     found: Any = auto and auto._model_mapping[type(config)]
     kind: type | None = found[0] if isinstance(found, tuple) else found
     return kind
@@ -220,7 +220,7 @@ def scores_of(outputs: Any) -> Tensor:
     return outputs
 
 
-def best_class(scores: Tensor) -> Tensor:
+def choose_best(scores: Tensor) -> Tensor:
     """Return predicted ids (B,) of scores (B, C), or (B, T) of (B, T, C)."""
     return scores.argmax(dim=-1)
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.models.foreign_errors import translate_errors
-from collapipe_flwr.models.layout import block_index, block_names, group_tensors
+from collapipe_flwr.models.layout import find_block_index, group_tensors, list_block_paths
 from collapipe_flwr.models.module_call import (
     blocks_of,
     call,
@@ -97,7 +97,7 @@ class ModelTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._detector = RandomDetector()
         self._rebuilt = rebuilt_arguments
         self.blocks = blocks_of(model, blocks)
-        self._names = block_names(model, blocks)
+        self._names = list_block_paths(model, blocks)
         self._place = _AHEAD
         self.calls: list[tuple[Tensor, dict[str, Any]]] = []
         self._hidden: Any = None  # that the last block returned
@@ -191,7 +191,7 @@ class ModelTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_tail(self._labels.get(at, frozenset()))
 
     def _note_owned(self, key: str) -> None:
-        holder = block_index(key, self._names)
+        holder = find_block_index(key, self._names)
         if holder is not None and holder != self._place:
             where = "outside it" if self._place < 0 else f"in block {self._place}"
             raise ModelError(f"{key!r} of block {holder} is read {where}, on another machine")

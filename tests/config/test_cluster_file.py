@@ -10,8 +10,8 @@ import pytest
 from collapipe_flwr.cluster.profile import profile_of
 from collapipe_flwr.config.cluster_file import (
     Role,
-    certificate_hosts,
     cluster_text,
+    list_certificate_hosts,
     parse_cluster,
     read_cluster,
 )
@@ -51,7 +51,7 @@ def test_a_file_names_members_addresses_and_certificates(tmp_path: Path) -> None
     assert files is not None
     assert files.ca == tmp_path / "keys/ca.pem"
     assert files.key == tmp_path / "certs/pi-1.key"
-    assert certificate_hosts([cluster])["pi-1"] == ()
+    assert list_certificate_hosts([cluster])["pi-1"] == ()
 
 
 def edges(*tables: dict, **more: object) -> dict:

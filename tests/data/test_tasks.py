@@ -505,7 +505,7 @@ def test_no_picture_is_one_sentence(tmp_path: Path) -> None:
     names = [("a.png", "x"), ("c.png", "y"), ("b.png", "y"), ("c.png", "x"), ("c.png", "x")]
     train = write(tmp_path / "names.csv", [("image", "label"), *names])
     settings = DataConfig(task="image-classification", train=train, test_examples=1)
-    with pytest.raises(DataError, match=r'2 of 5 .*"image" is no picture .* in rows 1 and 3;'):
+    with pytest.raises(DataError, match=r'2 of 5 .*"image" is not a picture .* in rows 1 and 3;'):
         _ = load_task(settings).train
     assert len(load_task(replace(settings, skip_bad_rows=True)).every_row) == 3
     with pytest.raises(DataError, match=r"d\.png is not a picture that Pillow reads"):

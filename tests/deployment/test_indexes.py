@@ -14,7 +14,7 @@ import pytest
 
 from collapipe_flwr.deployment import roles
 from collapipe_flwr.deployment.inventory import Access, Machine, MachineRole, read_inventory
-from collapipe_flwr.deployment.ssh import Outcome, Result, results_in, script_of
+from collapipe_flwr.deployment.ssh import Outcome, Result, read_results, write_script
 from tests.testbed.ssh_site import pack_wheel
 
 NEEDED, OURS = "shed_tools-0.1.0-py3-none-any.whl", "collapipe_flwr-0.1.0-py3-none-any.whl"
@@ -57,9 +57,9 @@ def installed(access: Access) -> list[Result]:
     """The steps that install programs, carried out on this machine."""
     role = MachineRole(kind="device", name="pi-1", address="10.0.0.11", cluster="g")
     machine = Machine(host="10.0.0.11", access=access, roles=(role,))
-    steps = list(roles._programs(machine))
+    steps = list(roles._install_programs(machine))
     (Path(roles.OPT)).mkdir(exist_ok=True)
-    script = script_of(steps, dry=False).replace("/opt\n", f"{roles.OPT}\n", 1)
+    script = write_script(steps, dry=False).replace("/opt\n", f"{roles.OPT}\n", 1)
     done = subprocess.run(
         ["bash", "-s"],
         input=f"main() {{\n{script}\n}}\nmain\n",
@@ -69,7 +69,7 @@ def installed(access: Access) -> list[Result]:
         timeout=300,
         check=True,
     )
-    return results_in(done.stdout, "pi-1", steps)
+    return read_results(done.stdout, "pi-1", steps)
 
 
 def environment() -> dict[str, str]:

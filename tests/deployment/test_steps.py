@@ -11,7 +11,7 @@ import pytest
 from collapipe_flwr.core.errors import LinkError, LinkTimeout
 from collapipe_flwr.deployment import roles
 from collapipe_flwr.deployment.inventory import Access, Machine, MachineRole
-from collapipe_flwr.deployment.ssh import SshStep, results_in, run, script_of
+from collapipe_flwr.deployment.ssh import SshStep, read_results, run, write_script
 
 MACHINE = Machine(
     host="10.0.0.11",
@@ -21,11 +21,11 @@ MACHINE = Machine(
 
 
 def carried_out(steps: list[SshStep], *, dry: bool = False) -> list[tuple[str, str, str]]:
-    script = f"main() {{\n{script_of(steps, dry=dry)}\n}}\nmain\n"
+    script = f"main() {{\n{write_script(steps, dry=dry)}\n}}\nmain\n"
     done = subprocess.run(
         ["bash", "-s"], input=script, capture_output=True, text=True, timeout=60, check=True
     )
-    found = results_in(done.stdout, "pi-1", steps)
+    found = read_results(done.stdout, "pi-1", steps)
     return [(result.outcome.value, result.step, result.why) for result in found]
 
 
@@ -107,7 +107,7 @@ def test_an_action_cannot_swallow_the_script() -> None:
 def test_a_script_that_broke_off_is_no_success() -> None:
     steps = [SshStep(name=n, test="false", action="true") for n in ("one", "two")]
     with pytest.raises(LinkError, match="broke off at 'two': deploy again"):
-        results_in("did\tone\t\n", "pi-1", steps)
+        read_results("did\tone\t\n", "pi-1", steps)
 
 
 @pytest.fixture

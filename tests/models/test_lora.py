@@ -21,7 +21,7 @@ from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.saving import save_adapter, save_whole
 from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec, spec_of
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.models.tasks import auto_class
+from collapipe_flwr.models.tasks import find_auto_class
 from tests.closeness import assert_near
 from tests.skeletons import skeletons_are_copied  # noqa: F401
 from tests.thorough import few
@@ -74,7 +74,7 @@ def moved(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def peft_model(spec: ModelSpec, folder: Path) -> Any:
     from peft import PeftModel  # slow; other workers do without
 
-    builder = auto_class(spec.task, Splitter(spec).config)
+    builder = find_auto_class(spec.task, Splitter(spec).config)
     base = builder.from_pretrained(spec.pretrained)
     return PeftModel.from_pretrained(base, str(folder), is_trainable=True)
 
@@ -267,7 +267,7 @@ def test_a_merged_model_loads_without_peft_and_computes_the_same(tiny: Any, tmp_
     splitter = Splitter(spec)
     weights, batch = moved(splitter.initial_weights(seed=1)), tiny.batch("roberta", task)
     save_whole(spec, weights, tmp_path / "merged")
-    loaded = auto_class(task, splitter.config).from_pretrained(tmp_path / "merged").eval()
+    loaded = find_auto_class(task, splitter.config).from_pretrained(tmp_path / "merged").eval()
     expected = splitter.build_whole(weights)(**batch).logits
     assert_near(loaded(**batch).logits, expected)
 

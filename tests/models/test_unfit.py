@@ -91,7 +91,7 @@ def test_such_positions_of_a_live_model_are_refused() -> None:
         SplitModel(LlamaForCausalLM(config), batch_size=4, length=8)
 
 
-@pytest.mark.parametrize("error", [profile.VALUES_ASKED[0](None), RuntimeError("no such kernel")])
+@pytest.mark.parametrize("error", [profile.VALUE_ERRORS[0](None), RuntimeError("no such kernel")])
 def test_every_error_of_a_trace_is_a_refusal(
     error: Exception, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
