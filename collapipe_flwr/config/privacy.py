@@ -1,4 +1,4 @@
-"""What must not leave the machines that own it, as a run or a site demands."""
+"""Privacy demands of a run or a site: what must not leave the machines that own it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collapipe_flwr.core.keys import at_least, key, one_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacyConfig:
-    """A demand; of that of a run and that of a cluster file, the stricter counts."""
+    """Demands of a run or of a cluster file; of both, the stricter one counts."""
 
     labels: str = key("travel", one_of("travel", "home"))  # home: the control unit is the edge
     trusted_blocks: int = key(0, at_least(0))  # the first so many are on trusted devices alone

@@ -2,7 +2,7 @@
 
 A template may mark what the assistant writes by ``{% generation %}``. Without marks an answer is
 what the text of a conversation up to it adds to the prompt for it, if the whole text begins so:
-otherwise it cannot be told what the model would have to write.
+otherwise what the model would have to write is unknown.
 """
 
 from __future__ import annotations
@@ -382,9 +382,9 @@ def _render(
 
 
 def mark_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Say of each token of a text whether it is in one of the spans, in part at least.
+    """Return for each token of a text whether it is in one of the spans, at least in part.
 
-    Tokens of blanks may have no characters of their own: those within a span belong to it.
+    A token of blanks may have no characters of its own; within a span it belongs to it.
     """
     marked = [False] * len(offsets)
     for start, stop in spans:

@@ -165,13 +165,13 @@ class Task(ABC):
         return rows
 
     def examine(self) -> dict[str, str]:
-        """Look through all examples; return what a run should tell of them, as in ``skipped``."""
+        """Look through all examples; return remarks for the run's log, as in ``skipped``."""
         return {}
 
     def count_answers(self, model: Any, examples: Sequence[Example]) -> Tally:
-        """Count as `count` does, for texts that the whole model answers to some test examples.
+        """Count as `count` does, for answers that the whole model generates to test examples.
 
-        That is for models that only continue texts; usually nothing is counted.
+        Only tasks of models that continue texts generate them; others count nothing.
         """
         del model, examples
         return {}

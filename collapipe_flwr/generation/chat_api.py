@@ -1,6 +1,6 @@
 """Chat completions as OpenAI's clients ask for them and read them, in JSON; no HTTP here.
 
-What would change an answer and is not supported is refused, never ignored.
+Unsupported fields that would change an answer are refused, never ignored.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Conversation:
     def ask(self, question: str) -> Generator[str]:
         """Yield the answer piece by piece; closing the iterator stops it.
 
-        A stopped answer is remembered as far as it went, one that fails is not, nor its question.
+        A stopped answer is kept as far as it went; a failed one is dropped with its question.
         """
         asked = (*self.messages, ChatMessage(USER, question))
         answer = ""
@@ -59,8 +59,8 @@ class Conversation:
 def converse(conversation: Conversation) -> None:
     """Answer every line of stdin until its end, or ``/exit``.
 
-    In a terminal an error is told and forgotten, and Ctrl-C stops the answer with the next token; a
-    second one ends the command. Through a pipe, an error ends it, too.
+    In a terminal an error is printed and the conversation goes on; Ctrl-C stops the answer with the
+    next token, a second one ends the command. Through a pipe, an error ends it, too.
     """
     terminal = sys.stdin.isatty()
     if terminal:

@@ -20,7 +20,7 @@ _BYTE = "<0x"  # how the token of one byte begins, where a vocabulary falls back
 
 
 class Detokenizer:
-    """A decoder of one text's tokens as they come, each a bounded number of times.
+    """Decodes one text's tokens as they come, each a bounded number of times.
 
     The text of a token depends on its neighbors: the first one may lose its space, and a character
     may take several tokens. So a window is decoded: the tokens since text was last returned, and

@@ -40,10 +40,10 @@ _SEVERAL_LABELS = "multi_label_classification"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
-    """By what batches may be cut.
+    """How batches may be cut.
 
-    The loss is a mean over ``weight``, as long as none of the tensors ``complete`` has a label to
-    ignore.
+    The loss is a mean over ``weight``, as long as no tensor named in ``complete`` holds an ignored
+    label.
     """
 
     weight: str
@@ -168,8 +168,8 @@ def _make_variants(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield few examples with other targets, from the most to the least demanding.
 
-    With ``ignoring`` some are left out. A loss may be unable to read some of them. What a tensor of
-    the batch says about its targets is true of these alone, so they stay as they are.
+    With ``ignoring`` some labels are marked as ignored. A loss may be unable to read some variants.
+    Where the mean runs over a tensor of the batch, that fits the given targets only, so they stay.
     """
     weight = splitter.objective.weight
     if weight in batch and weight not in COUNTED:

@@ -26,7 +26,7 @@ from collapipe_flwr.models.discovery import NEEDS_VALUES, VALUE_ERRORS, make_ref
 from collapipe_flwr.models.families import FAMILIES, LAYERDROPS, missing_token
 from collapipe_flwr.models.foreign_errors import UNFIT, translate_errors
 from collapipe_flwr.models.layout import find_block_index, group_tensors, list_block_paths
-from collapipe_flwr.models.likeness import refuse_unlike
+from collapipe_flwr.models.likeness import describe_tensor, refuse_differences
 from collapipe_flwr.models.lora import find_default_targets, find_head_modules, key_of
 from collapipe_flwr.models.module_call import list_names
 from collapipe_flwr.models.part import normalises_batches
@@ -141,7 +141,7 @@ def describe_live(model: PreTrainedModel, *, ties: str, **choices: Any) -> Model
         **choices,
     )
     splitter = Splitter(spec)
-    refuse_unlike(model, build_skeleton(spec), _SET_IN_CONFIG, same_ties=ties != "untie")
+    refuse_differences(model, build_skeleton(spec), _SET_IN_CONFIG, same_ties=ties != "untie")
     parameters = model.named_parameters(remove_duplicate=False)  # tied ones by all of their names
     frozen = {key_of(name) for name, tensor in parameters if not tensor.requires_grad}
     frozen -= splitter.constant_keys
@@ -389,7 +389,7 @@ def _build_twin(model: nn.Module, build: str, arguments_json: str) -> nn.Module:
     name = type(model).__name__
     ours, theirs = model.state_dict(), twin.state_dict()
     for key in (*ours, *theirs):
-        here, there = _kind(ours.get(key)), _kind(theirs.get(key))
+        here, there = describe_tensor(ours.get(key)), describe_tensor(theirs.get(key))
         if here != there:
             raise ModelError(
                 f"{name} cannot be split: other machines build another one, in which {key!r} is "
@@ -398,14 +398,8 @@ def _build_twin(model: nn.Module, build: str, arguments_json: str) -> nn.Module:
             )
     with translate_errors(f"{name} cannot be split", (RuntimeError,)):
         twin.load_state_dict(ours)
-    refuse_unlike(model, twin, _BUILT_SO)
+    refuse_differences(model, twin, _BUILT_SO)
     return twin.train()
-
-
-def _kind(tensor: Any) -> str:
-    if not isinstance(tensor, Tensor):
-        return "missing" if tensor is None else f"a {type(tensor).__name__}"
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def take_first_examples(example: Mapping[str, Tensor]) -> dict[str, Tensor]:

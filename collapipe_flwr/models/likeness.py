@@ -51,7 +51,7 @@ _ABSENT = object()
 _LONGEST = 60  # characters of a value in a sentence
 
 
-def refuse_unlike(
+def refuse_differences(
     live: nn.Module, rebuilt: nn.Module, way_out: str, *, same_ties: bool = True
 ) -> None:
     """Raise ModelError for the first difference, which names its module and attribute.
@@ -74,7 +74,7 @@ def _find_differences(
     ours, theirs = (dict(m.named_modules(remove_duplicate=False)) for m in (live, rebuilt))
     for path in (*ours, *theirs):
         here, there = (_kind(modules.get(path)) for modules in (ours, theirs))
-        if here != there or _class_of(ours[path]) is not _class_of(theirs[path]):
+        if here != there or _find_class(ours[path]) is not _find_class(theirs[path]):
             yield f"module {path!r}", here, there
             return
     paths: dict[int, str] = {}
@@ -103,10 +103,10 @@ def _compare_module(
             continue  # the latter: where an adapter was made
         here, there = ours.get(name, _ABSENT), theirs.get(name, _ABSENT)
         if name.endswith("_hooks") and isinstance(here, dict) and isinstance(there, dict):
-            here, there = _hooks_of(here), _hooks_of(there)
+            here, there = _list_hooks(here), _list_hooks(there)
         elif "hooks_" in name and isinstance(here, dict) and isinstance(there, dict):
             here, there = len(here), len(there)
-        if not _equal(here, there, paths, set()):
+        if not _are_equal(here, there, paths, set()):
             yield _name(path, name), _show(here), _show(there)
 
 
@@ -115,8 +115,8 @@ def _compare_parameters(
 ) -> Iterator[tuple[str, str, str]]:
     for name in dict.fromkeys((*live, *rebuilt)):
         here, there = live.get(name), rebuilt.get(name)
-        if _size(here) != _size(there):
-            yield _name(path, name), _size(here), _size(there)
+        if describe_tensor(here) != describe_tensor(there):
+            yield _name(path, name), describe_tensor(here), describe_tensor(there)
         elif here is not None and there is not None:
             if here.requires_grad and not there.requires_grad:
                 yield f"{_name(path, name)}.requires_grad", "True", "False"
@@ -130,9 +130,9 @@ def _compare_buffers(
     ours, theirs = live._buffers, rebuilt._buffers
     for name in dict.fromkeys((*ours, *theirs)):
         here, there = ours.get(name), theirs.get(name)
-        if _size(here) != _size(there):
-            yield _name(path, name), _size(here), _size(there)
-        elif name in live._non_persistent_buffers_set and not _equal(here, there, {}, set()):
+        if describe_tensor(here) != describe_tensor(there):
+            yield _name(path, name), describe_tensor(here), describe_tensor(there)
+        elif name in live._non_persistent_buffers_set and not _are_equal(here, there, {}, set()):
             yield f"{_name(path, name)}, a buffer that does not travel,", "changed", "as built"
 
 
@@ -172,13 +172,15 @@ def _is_added(path: str, module: nn.Module) -> bool:
     return _ADDED.search(path) is not None or type(module).__module__.startswith("peft.")
 
 
-def _hooks_of(hooks: Mapping[int, Any]) -> list[Any]:
+def _list_hooks(hooks: Mapping[int, Any]) -> list[Any]:
     """Return what a module calls, but for what gradient checkpointing has left."""
     left = PreTrainedModel.enable_input_require_grads.__qualname__
     return [h for h in hooks.values() if not getattr(h, "__qualname__", "").startswith(left)]
 
 
-def _equal(ours: Any, theirs: Any, paths: Mapping[int, str], seen: set[tuple[int, int]]) -> bool:
+def _are_equal(
+    ours: Any, theirs: Any, paths: Mapping[int, str], seen: set[tuple[int, int]]
+) -> bool:
     """Return whether two attributes are the same to a model that computes with them."""
     if ours is theirs or (id(ours), id(theirs)) in seen:
         return True
@@ -188,20 +190,20 @@ def _equal(ours: Any, theirs: Any, paths: Mapping[int, str], seen: set[tuple[int
         return False
     seen.add((id(ours), id(theirs)))
     if isinstance(ours, Tensor):
-        return _equal_tensors(ours, theirs)
+        return _are_equal_tensors(ours, theirs)
     if isinstance(ours, float):
         return bool(ours == theirs or (isnan(ours) and isnan(theirs)))
     if isinstance(ours, Mapping):
         ours, theirs = [*ours.items()], [*theirs.items()]
-    elif (held := _take_apart(ours)) is not None:
-        ours, theirs = held, _take_apart(theirs)
+    elif (held := _list_contents(ours)) is not None:
+        ours, theirs = held, _list_contents(theirs)
     if isinstance(ours, (list, tuple)):
         pairs = zip(ours, theirs, strict=False)
-        return len(ours) == len(theirs) and all(_equal(a, b, paths, seen) for a, b in pairs)
-    return _equal_otherwise(ours, theirs)
+        return len(ours) == len(theirs) and all(_are_equal(a, b, paths, seen) for a, b in pairs)
+    return _compare_otherwise(ours, theirs)
 
 
-def _take_apart(value: Any) -> list[Any] | None:
+def _list_contents(value: Any) -> list[Any] | None:
     """Return what makes up an object that is not a collection; None if it compares as it is."""
     if isinstance(value, PreTrainedConfig):
         found = {k: v for k, v in value.to_dict().items() if k not in _SET_BY_THE_CUT}
@@ -228,15 +230,18 @@ def _take_apart(value: Any) -> list[Any] | None:
     return [fields] if fields else None
 
 
-def _equal_tensors(ours: Tensor, theirs: Tensor) -> bool:
-    if _size(ours) != _size(theirs) or ours.requires_grad != theirs.requires_grad:
+def _are_equal_tensors(ours: Tensor, theirs: Tensor) -> bool:
+    if (
+        describe_tensor(ours) != describe_tensor(theirs)
+        or ours.requires_grad != theirs.requires_grad
+    ):
         return False
     if ours.is_meta or theirs.is_meta:
         return True
     return torch.equal(torch.nan_to_num(ours), torch.nan_to_num(theirs))
 
 
-def _equal_otherwise(ours: Any, theirs: Any) -> bool:
+def _compare_otherwise(ours: Any, theirs: Any) -> bool:
     own: Any = type(ours).__eq__
     if own is not object.__eq__:
         try:
@@ -249,13 +254,14 @@ def _equal_otherwise(ours: Any, theirs: Any) -> bool:
         return True  # a lock or the like, which holds no setting
 
 
-def _size(tensor: Any) -> str:
+def describe_tensor(tensor: Any) -> str:
+    """Return dtype and shape of a tensor, as in a sentence; "missing" for None."""
     if not isinstance(tensor, Tensor):
-        return "missing" if tensor is None else type(tensor).__name__
+        return "missing" if tensor is None else f"a {type(tensor).__name__}"
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def _class_of(module: nn.Module) -> type:
+def _find_class(module: nn.Module) -> type:
     """Return a module's class; torch gives each parametrized module a class of its own."""
     return type_before_parametrizations(module)
 
@@ -272,6 +278,6 @@ def _show(value: Any) -> str:
     if value is _ABSENT:
         return "not set"
     if isinstance(value, Tensor):
-        return f"a tensor {_size(value)}"
+        return f"a tensor {describe_tensor(value)}"
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import path_of
 from collapipe_flwr.models.any_splitter import AnySplitter, DescribedModel
-from collapipe_flwr.models.decomposition import find_means, make_up_batch
+from collapipe_flwr.models.decomposition import CLOSE, find_means, make_up_batch
 from collapipe_flwr.models.describing import describe_live, describe_module, take_first_examples
 from collapipe_flwr.models.foreign_errors import translate_errors
 from collapipe_flwr.models.live_models import (
@@ -36,8 +36,7 @@ from collapipe_flwr.models.tasks import LABELS, numbers_of
 
 _log = logging.getLogger("flwr.collapipe")
 
-Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any]
-_CLOSE = 1e-5  # of the largest number: the order of sums may differ
+Loaded = Mapping[str, Any] | tuple[Any, ...] | list[Any]
 _UNTRAINED = "the model cannot be trained on the example"
 _NOT_APART = "cannot be split: its parts do not run apart from each other"
 INPUTS = "inputs"  # and labels: what a batch of two tensors is made of
@@ -64,7 +63,7 @@ class SplitModel(DescribedModel):
         self,
         model: nn.Module | Callable[..., nn.Module],
         *,
-        example: Batch | None = None,
+        example: Loaded | None = None,
         batch_size: int | None = None,
         length: int | None = None,
         blocks: str = "",
@@ -259,7 +258,7 @@ class SplitModel(DescribedModel):
         return tuple(key for key in trained if key in ahead and key not in reached)
 
 
-def as_batch(batch: Batch) -> dict[str, Tensor]:
+def as_batch(batch: Loaded) -> dict[str, Tensor]:
     """Return a batch of any loader as a mapping of tensors; raises ModelError for others."""
     if isinstance(batch, Mapping):  # transformers' BatchEncoding is one, too
         found = {str(key): value for key, value in batch.items()}
@@ -319,7 +318,7 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
     """Return whether tensors are equal up to rounding, relative to the largest number."""
     if ours.shape != theirs.shape or not theirs.numel():
         return ours.shape == theirs.shape
-    return float((ours - theirs).abs().max()) <= _CLOSE * max(float(theirs.abs().max()), 1.0)
+    return float((ours - theirs).abs().max()) <= CLOSE * max(float(theirs.abs().max()), 1.0)
 
 
 @contextmanager

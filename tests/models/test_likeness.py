@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.models.likeness import _CARRIED, _SET_BY_THE_CUT, refuse_unlike
+from collapipe_flwr.models.likeness import _CARRIED, _SET_BY_THE_CUT, refuse_differences
 from collapipe_flwr.models.skeleton import build_module_skeleton, build_random, build_skeleton
 from collapipe_flwr.models.split_model import SplitModel
 from tests.models import own_models
@@ -59,13 +59,13 @@ def noticed(live: nn.Module, rebuilt: nn.Module, *named: str) -> Iterator[None]:
     """The change that the body makes is refused, by names."""
     yield
     with pytest.raises(ModelError) as caught:
-        refuse_unlike(live, rebuilt, "build it so")
+        refuse_differences(live, rebuilt, "build it so")
     assert all(name in str(caught.value) for name in named), (named, str(caught.value))
 
 
 def change_everything(live: nn.Module, rebuilt: nn.Module) -> int:
     """Change each attribute of one module of each class, one at a time; how many there were."""
-    refuse_unlike(live, rebuilt, "build it so")
+    refuse_differences(live, rebuilt, "build it so")
     changed, seen = 0, set[type]()
     for path, module in live.named_modules():
         if type(module) in seen:
@@ -90,7 +90,7 @@ def change_everything(live: nn.Module, rebuilt: nn.Module) -> int:
             with noticed(live, rebuilt, f"{path}.training"):
                 module.training = not module.training
             module.training = not module.training
-    refuse_unlike(live, rebuilt, "build it so")
+    refuse_differences(live, rebuilt, "build it so")
     return changed
 
 
