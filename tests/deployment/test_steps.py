@@ -81,7 +81,7 @@ def test_a_service_starts_again_only_with_another_environment(
         (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(roles, "OPT", str(tmp_path))
-    steps = [roles._service(roles.UnitSettings(unit="none", settings={}))]
+    steps = [roles._restart_service(roles.UnitSettings(unit="none", settings={}))]
     venv, installed = tmp_path / "venv", tmp_path / "installed"
 
     def deployed_twice() -> list[str]:
