@@ -108,10 +108,6 @@ class LabelTask(Task):
         del batch
         return [self.labels[index] for index in guesses.tolist()]
 
-    def references(self, examples: Sequence[Example], batch: Batch) -> list[str]:
-        del batch
-        return [example["label"] for example in examples]
-
     def select_usable(self, examples: Dataset, key: str) -> Dataset:
         unknown = sorted(set(examples["label"]) - set(self.labels))
         if unknown:
@@ -242,10 +238,7 @@ class TokenClassification(Task):
             f'data.tags-column "{tags}" has not as many tags as words': odd,
             f'data.tokens-column "{words}" has an empty word': empty,
         }
-        return {
-            **super().find_bad_rows(found),
-            **{what: each for what, each in bad.items() if each},
-        }
+        return {**super().find_bad_rows(found), **bad}
 
     def select_usable(self, examples: Dataset, key: str) -> Dataset:
         rows = zip(examples["tokens"], examples["tags"], strict=True)
@@ -296,7 +289,7 @@ class ImageClassification(LabelTask):
         ]
         what = f'data.image-column "{self.settings.image_column}"'
         bad = {f"{what} is empty": empty, f"{what} is not a picture that Pillow opens": other}
-        return {**super().find_bad_rows(found), **{why: each for why, each in bad.items() if each}}
+        return {**super().find_bad_rows(found), **bad}
 
     def save_inputs(self, directory: Path) -> None:
         """Write the preprocessor's file: transformers then prepares pictures as done here."""

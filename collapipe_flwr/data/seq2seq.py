@@ -102,10 +102,6 @@ class Seq2Seq(Task):
         texts: list[str] = self.tokenizer.batch_decode(guesses, skip_special_tokens=True)
         return texts
 
-    def references(self, examples: Sequence[Example], batch: Batch) -> list[str]:
-        del batch
-        return [example["target"] for example in examples]
-
 
 class NumberWords(Seq2Seq):
     """The built-in task: English number words to digits.

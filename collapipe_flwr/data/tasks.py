@@ -143,9 +143,13 @@ class Task(ABC):
         ``batch`` are the collated examples.
         """
 
-    @abstractmethod
     def references(self, examples: Sequence[Example], batch: Batch) -> list[str]:
-        """Return the texts that ``read`` should give for these examples, collated to ``batch``."""
+        """Return the texts that ``read`` should give for these examples, collated to ``batch``.
+
+        Usually they are in the last of ``columns``.
+        """
+        del batch
+        return [example[self.columns[-1]] for example in examples]
 
     def count(self, predictions: Sequence[str], references: Sequence[str]) -> Tally:
         """Count for each metric what adds up over parts of a test set; see ``score``."""
@@ -292,7 +296,8 @@ class Task(ABC):
         Raises DataError for bad rows unless they are to be skipped.
         """
         found = self.read_columns(table, name, *self.columns, *further)
-        rows, bad = Dataset.from_dict(found), self.find_bad_rows(found)
+        rows = Dataset.from_dict(found)
+        bad = {what: which for what, which in self.find_bad_rows(found).items() if which}
         if not bad:
             return rows
         left_out = set().union(*bad.values())
@@ -315,14 +320,12 @@ class Task(ABC):
         return found
 
     def find_bad_rows(self, found: Mapping[str, Sequence[Any]]) -> dict[str, list[int]]:
-        """Find the rows that cannot be used, by what is wrong with them."""
+        """Find the rows that cannot be used, by what is wrong with them; there may be none."""
         bad = {}
-        for ours in found:
-            if ours in self.readers:
-                continue
+        for ours in (ours for ours in found if ours not in self.readers):
             key, theirs = self._find_column(ours)
-            if rows := [row for row, text in enumerate(found[ours]) if not text.strip()]:
-                bad[f'{key} "{theirs}" is empty'] = rows
+            empty = [row for row, text in enumerate(found[ours]) if not text.strip()]
+            bad[f'{key} "{theirs}" is empty'] = empty
         return bad
 
     def _make_tokenizer(self) -> PreTrainedTokenizerFast:

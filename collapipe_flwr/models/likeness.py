@@ -95,8 +95,7 @@ def _compare_module(
         yield f"module {path!r}", f"also {paths[id(live)]!r}", f"also {paths[id(rebuilt)]!r}"
     if list(live._modules) != list(rebuilt._modules):
         yield _name(path, "order of modules"), str([*live._modules]), str([*rebuilt._modules])
-    yield from _compare_parameters(path, live._parameters, rebuilt._parameters)
-    yield from _compare_buffers(path, live, rebuilt)
+    yield from _compare_tensors(path, live, rebuilt)
     ours, theirs = ({**_UNSET, **vars(module)} for module in (live, rebuilt))
     for name in dict.fromkeys((*ours, *theirs)):
         if name in _CARRIED or (name == "kwargs" and type(live).__module__.startswith("peft.")):
@@ -110,30 +109,23 @@ def _compare_module(
             yield _name(path, name), _show(here), _show(there)
 
 
-def _compare_parameters(
-    path: str, live: Mapping[str, Any], rebuilt: Mapping[str, Any]
-) -> Iterator[tuple[str, str, str]]:
-    for name in dict.fromkeys((*live, *rebuilt)):
-        here, there = live.get(name), rebuilt.get(name)
-        if describe_tensor(here) != describe_tensor(there):
-            yield _name(path, name), describe_tensor(here), describe_tensor(there)
-        elif here is not None and there is not None:
-            if here.requires_grad and not there.requires_grad:
-                yield f"{_name(path, name)}.requires_grad", "True", "False"
-            if here._backward_hooks or here._post_accumulate_grad_hooks:
-                yield f"gradient of {_name(path, name)}", "changed by a hook", "not"
-
-
-def _compare_buffers(
+def _compare_tensors(
     path: str, live: nn.Module, rebuilt: nn.Module
 ) -> Iterator[tuple[str, str, str]]:
-    ours, theirs = live._buffers, rebuilt._buffers
-    for name in dict.fromkeys((*ours, *theirs)):
-        here, there = ours.get(name), theirs.get(name)
-        if describe_tensor(here) != describe_tensor(there):
-            yield _name(path, name), describe_tensor(here), describe_tensor(there)
-        elif name in live._non_persistent_buffers_set and not _are_equal(here, there, {}, set()):
-            yield f"{_name(path, name)}, a buffer that does not travel,", "changed", "as built"
+    """Compare all but the values that travel: those of parameters and persistent buffers."""
+    for kind in ("_parameters", "_buffers"):
+        ours, theirs = getattr(live, kind), getattr(rebuilt, kind)
+        for key in dict.fromkeys((*ours, *theirs)):
+            here, there, name = ours.get(key), theirs.get(key), _name(path, key)
+            if describe_tensor(here) != describe_tensor(there):
+                yield name, describe_tensor(here), describe_tensor(there)
+            elif isinstance(here, nn.Parameter):
+                if here.requires_grad and not there.requires_grad:
+                    yield f"{name}.requires_grad", "True", "False"
+                if here._backward_hooks or here._post_accumulate_grad_hooks:
+                    yield f"gradient of {name}", "changed by a hook", "not"
+            elif key in live._non_persistent_buffers_set and not _are_equal(here, there, {}, set()):
+                yield f"{name}, a buffer that does not travel,", "changed", "as built"
 
 
 def _compare_ties(live: nn.Module, rebuilt: nn.Module) -> Iterator[tuple[str, str, str]]:
