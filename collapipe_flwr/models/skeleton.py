@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from collapipe_flwr.models.tasks import find_auto_class, model_class
 # Building patches globals of torch or transformers for a moment; devices may be threads. The lock
 # is reentrant, and users' modules are imported ahead of it, since they may build models themselves.
 _BUILDING = threading.RLock()
+_TABLES = (dict, OrderedDict, set)
 _MOST = {"layer": 4096, "depth": 4096, "num_blocks": 4096, "label": 2**17}  # by words in keys
 
 
@@ -74,6 +77,28 @@ def build_skeleton(spec: ModelSpec) -> PreTrainedModel:
         if spec.adapted:
             add_adapters(model, spec)
     return model
+
+
+def copy_skeleton(skeleton: PreTrainedModel) -> PreTrainedModel:
+    """Copy a skeleton, all but its meta parameters, much faster than the library builds one.
+
+    Most of what a module has are empty tables of hooks, for which `deepcopy` takes long.
+    """
+    modules = tuple(skeleton.modules())
+    copies: dict[int, Any] = {id(m): type(m).__new__(type(m)) for m in modules}
+    copies |= {id(parameter): parameter for parameter in skeleton.parameters()}
+    with unset_fake_temporarily():
+        for module in modules:
+            vars(copies[id(module)]).update(
+                (name, type(value)() if _is_empty_table(value) else deepcopy(value, copies))
+                for name, value in vars(module).items()
+            )
+    copied: PreTrainedModel = copies[id(skeleton)]
+    return copied
+
+
+def _is_empty_table(value: object) -> bool:
+    return type(value) in _TABLES and not value
 
 
 def build_random(spec: ModelSpec, seed: int) -> PreTrainedModel:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from copy import deepcopy
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
@@ -41,7 +39,12 @@ from collapipe_flwr.models.module_call import list_arguments
 from collapipe_flwr.models.module_splitter import ModuleSplitter
 from collapipe_flwr.models.part import Part, Weights, normalises_batches
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
-from collapipe_flwr.models.skeleton import build_random, build_skeleton, make_example_inputs
+from collapipe_flwr.models.skeleton import (
+    build_random,
+    build_skeleton,
+    copy_skeleton,
+    make_example_inputs,
+)
 from collapipe_flwr.models.spec import BatchShape, ModelSpec, ModuleSpec, spec_of
 from collapipe_flwr.models.stack import Stack, takes_any_argument
 from collapipe_flwr.models.tasks import (
@@ -270,19 +273,13 @@ class Splitter(AnySplitter):
         return frozenset(key for key in self._layout.owners if not is_adapter(key)).difference(head)
 
     def _build_stack(self, first_block: int, stop_block: int) -> Stack:
+        own = self.spec.model_class  # it may hold what cannot be copied
         return Stack(
-            model=self._copy_skeleton(),
+            model=build_skeleton(self.spec) if own else copy_skeleton(self._skeleton),
             family=self._family,
             first_block=first_block,
             stop_block=stop_block,
         )
-
-    def _copy_skeleton(self) -> PreTrainedModel:
-        """Return a skeleton of its own, by a copy where the library's classes allow that."""
-        if self.spec.model_class:
-            return build_skeleton(self.spec)
-        with unset_fake_temporarily():
-            return deepcopy(self._skeleton)
 
     def _complete(self, weights: Weights) -> Weights:
         if not self._layout.resident:

@@ -98,14 +98,20 @@ class MemoryMeter:
         self._note()
 
     @contextmanager
-    def measure_saved(self, kind: Hashable, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Measure what the body saves for backward, if no body of this kind was measured yet."""
+    def measure_saved(
+        self, kind: Hashable, parameters: Iterable[Tensor], inputs: Iterable[Tensor | None] = ()
+    ) -> Iterator[None]:
+        """Measure what the body saves for backward, at least its ``inputs``.
+
+        Not if a body of this kind was measured before.
+        """
         if kind in self._saved_bytes:
             yield
             return
         with _notice_saved() as saved:
             yield
-        self._saved_bytes[kind] = _exclude(parameters, saved)
+        alive_bytes = bytes_of(tensor for tensor in inputs if tensor is not None)
+        self._saved_bytes[kind] = max(_exclude(parameters, saved), alive_bytes)
 
     @contextmanager
     def measure_recomputed(self, parameters: Iterable[Tensor]) -> Iterator[None]:
@@ -114,9 +120,9 @@ class MemoryMeter:
             yield
         self._note(_exclude(parameters, saved))
 
-    def hold(self, micro_batch: int, kind: Hashable, tensors: Iterable[Tensor]) -> None:
-        """Count the tensors that a micro-batch of this kind saves, or at least these."""
-        self._in_flight[micro_batch] = max(self._saved_bytes[kind], bytes_of(tensors))
+    def hold(self, micro_batch: int, kind: Hashable) -> None:
+        """Count the tensors that a micro-batch of this kind saves."""
+        self._in_flight[micro_batch] = self._saved_bytes[kind]
         self._note()
 
     def note_rest(self, micro_batch: int, tensors: Iterable[Tensor]) -> None:

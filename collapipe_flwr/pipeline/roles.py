@@ -71,8 +71,8 @@ class _Leader(Stage):
         flight = self._stash[micro_batch]
         gradient, wanted = frame.tensors.get(GRAD), self._learns or needs_gradient(flight.frame)
         fits = gradient is not None and gradient.shape == flight.shape
-        with self._blame(self.downstream):
-            if (wanted and not fits) or "loss" not in frame.scalars:
+        if (wanted and not fits) or "loss" not in frame.scalars:
+            with self._blame(self.downstream):
                 raise ProtocolError(
                     f"{self.downstream.peer} sent no loss or no gradient of {tuple(flight.shape)}"
                 )
@@ -300,8 +300,8 @@ class _Follower(Stage):
     def _take(self, step: Step, micro_batch: int) -> Frame:
         frame = self._receive(self.upstream, FrameKind.ACTIVATION, step.index, micro_batch)
         scale, weight = frame.scalars.get("scale", -1.0), frame.scalars.get("weight", -1.0)
-        with self._blame(self.upstream):
-            if HIDDEN not in frame.tensors or not scale >= 0 or not weight >= 0:
+        if HIDDEN not in frame.tensors or not scale >= 0 or not weight >= 0:
+            with self._blame(self.upstream):
                 raise ProtocolError(
                     f"{self.upstream.peer} sent an ACTIVATION without hidden state or scale"
                 )

@@ -252,12 +252,13 @@ class Stage(ABC):
 
     def _run_part(self, frame: Frame, hidden: Tensor | None, *, grad: bool) -> Tensor:
         """Run the forward pass. Raises ModelError when the part cannot take these tensors."""
-        kind = (grad, hidden is None or hidden.shape, *(t.shape for t in frame.tensors.values()))
+        tensors = frame.tensors.values()
+        kind = (grad, hidden is None or hidden.shape, *(t.shape for t in tensors))
         try:
             with (
                 torch.set_grad_enabled(grad),
                 compute_in(self.settings.execution.precision, self.place),
-                self.memory.measure_saved(kind, self._weights),
+                self.memory.measure_saved(kind, self._weights, (*tensors, hidden)),
                 self._seed_pass(frame),
             ):
                 output = self._compute(frame, hidden)
@@ -268,8 +269,7 @@ class Stage(ABC):
                 f"{frame.step} with tensors {shapes}: {error}"
             ) from error
         if self.part.training:
-            alive = (*frame.tensors.values(), *(() if hidden is None else (hidden,)))
-            self.memory.hold(frame.micro_batch, kind, alive)
+            self.memory.hold(frame.micro_batch, kind)
         return output
 
     def _backward(self, step: Step, micro_batch: int) -> None:
@@ -410,7 +410,7 @@ class Stage(ABC):
         the GIL then, and this one would wait before it goes on computing.
         """
         self._sent.append(frame)
-        frame = replace(frame, tensors=bring_home(frame.tensors))
+        frame = _with_tensors(frame, bring_home(frame.tensors))
         with self._blame(link), self.recorder.span("send", frame.step, frame.micro_batch):
             link.send(frame, deadline_s=self.settings.deadline_s)
 
@@ -444,7 +444,7 @@ class Stage(ABC):
         return found
 
     def _bring(self, frame: Frame) -> Frame:
-        return replace(frame, tensors=bring(frame.tensors, self.place))
+        return _with_tensors(frame, bring(frame.tensors, self.place))
 
     def _blame(self, link: Link) -> Around:
         """Blame errors in the body on the neighbour on a link."""
@@ -452,3 +452,7 @@ class Stage(ABC):
 
     def _side(self, link: Link) -> int:
         return MemberFailed.UPSTREAM if link is self.upstream else MemberFailed.DOWNSTREAM
+
+
+def _with_tensors(frame: Frame, tensors: Mapping[str, Tensor]) -> Frame:
+    return frame if tensors is frame.tensors else replace(frame, tensors=tensors)
