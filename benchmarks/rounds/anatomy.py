@@ -3,12 +3,16 @@
 Two devices hold the blocks, the first of them two. CPU time hardly depends on what else the machine
 does. What products of matrices and other kernels take is measured apart from everything around
 them: the kernels of one micro-batch are noted, and each is called again and again by itself.
+
+``python -m benchmarks.rounds.anatomy BEFORE AFTER`` prints two files as Markdown for
+docs/results-pipeline.md; a test compares the page with it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -39,7 +43,7 @@ from collapipe_flwr.transport.client import HostClient
 
 PROGRAM = "benchmarks.rounds.metered"
 PRODUCTS, KERNELS, AROUND = "products of matrices", "other kernels", "autograd and Python around"
-REST = "gRPC's threads and the rest"
+REST, ALL = "gRPC's threads and the rest", "all"
 ROWS = (PRODUCTS, KERNELS, AROUND, *(part for part in PARTS if part not in PASSES), REST)
 WARM = 3  # rounds that are not counted
 OWN_BLOCKS = 2  # of the first device
@@ -65,9 +69,11 @@ def run_anatomy(names: Sequence[str], rounds: int, json_file: Path | None) -> No
         ("part",),
         [_title(case) for case in found],
     )
-    for row in (*ROWS, "all", "wall"):
-        cells = (c["wall_s"] if row == "wall" else c["parts_s"].get(row, c["cpu_s"]) for c in found)
-        table.add_row(row, *(f"{1e3 * cell:.1f}" for cell in cells))
+    for row in ROWS:
+        table.add_row(row, *(f"{1e3 * case['parts_s'][row]:.1f}" for case in found))
+    for name in ("cpu_s", "wall_s", "stage_waits_s"):
+        cells = (f"{1e3 * case[name]:.1f}" for case in found)
+        table.add_row(name.removesuffix("_s").replace("_", " "), *cells)
     Console(highlight=False).print(table)
     write_json(json_file, {"rounds": rounds, "cases": found})
 
@@ -245,3 +251,32 @@ _MODELS: Mapping[str, Callable[[int], tuple[Splitter, list[list[MicroBatch]]]]] 
     "demo": _demo,
     "board": _board,
 }
+
+
+def markdown(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """The first device's CPU milliseconds of a round, and of each micro-batch in it."""
+    heads = [f"{name}: a round | each micro-batch" for name in _MODELS]
+    lines = [f"| {' | '.join(('part', *heads))} |", f"|---|{'---:|---:|' * len(heads)}"]
+    for row in (*ROWS, ALL):
+        cells = [row]
+        for name in _MODELS:
+            then, now = (_fit(file["cases"], name, row) for file in (before, after))
+            cells += [f"{1e3 * a:z.1f} to {1e3 * b:z.1f}" for a, b in zip(then, now, strict=True)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _fit(cases: Sequence[Mapping[str, Any]], model: str, row: str) -> tuple[float, float]:
+    """CPU seconds of a round without micro-batches, and of each."""
+    few, many = (
+        case["cpu_s"] if row == ALL else case["parts_s"][row]
+        for case in sorted(cases, key=lambda case: case["micro_batches"])
+        if case["model"] == model and not case["device"]
+    )
+    each_s = (many - few) / (MICRO_BATCHES[1] - MICRO_BATCHES[0])
+    return few - MICRO_BATCHES[0] * each_s, each_s
+
+
+if __name__ == "__main__":
+    files = [json.loads(Path(path).read_text(encoding="utf-8")) for path in sys.argv[1:]]
+    print(markdown(*files), end="")
