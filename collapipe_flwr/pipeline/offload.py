@@ -202,8 +202,10 @@ def _write_all(descriptor: int, data: memoryview, start: int) -> int:
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor; not copied where it is contiguous and on the CPU."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    here = tensor.detach()
+    if not (here.is_cpu and here.is_contiguous()):  # each call lets other threads go ahead
+        here = here.to("cpu").contiguous()
+    return here.view(-1).view(torch.uint8).numpy().data
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -221,8 +221,8 @@ class _Entry(NamedTuple):
 
     def unpack(self, raw: bytearray) -> Tensor:
         """Return the tensor that these bytes hold."""
-        flat = self.codec.unpack(raw, self.dtype)
-        return flat[: math.prod(self.shape)].reshape(self.shape)
+        flat, size = self.codec.unpack(raw, self.dtype), math.prod(self.shape)
+        return (flat if len(flat) == size else flat[:size]).view(self.shape)
 
 
 _Described = tuple[str, str, tuple[int, ...], str]  # name, dtype, shape, codec
