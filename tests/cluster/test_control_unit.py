@@ -128,8 +128,8 @@ def test_a_plan_whose_schedule_blocks_or_keeps_too_much_is_refused_before_it_run
     splitter: Splitter, schedule: str, depths: tuple[int, ...], message: str
 ) -> None:
     plan = replace(_plan(3), warmup_depth=depths, micro_batches=max(*depths, 3))
+    plan = replace(plan, execution=replace(plan.execution, schedule=schedule))
     order = _order(splitter, plan)
-    order = replace(order, learning=replace(order.learning, schedule=schedule))
     ours, _theirs = memory_pair("A/d0", "edge")
     taken = _batches(splitter)
     with pytest.raises(ScheduleError, match=message):

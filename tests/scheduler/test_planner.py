@@ -18,6 +18,7 @@ from collapipe_flwr.scheduler.local_search import Moves
 from collapipe_flwr.scheduler.planner import PlanSolver
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.scorer import Scorer
+from collapipe_flwr.scheduler.search import Search
 from tests.worlds import draw_snapshot, with_devices
 
 SMALL = SchedulerConfig(schedule="gpipe", micro_batch_sizes=(2, 8), micro_batches=(2, 8))
@@ -51,7 +52,7 @@ def test_close_to_brute_force(seed: int) -> None:
 def test_alternation_never_gets_worse() -> None:
     for seed in range(5):
         planner = a_planner(draw_snapshot(seed, clusters=3, devices=3, blocks=5), queue_seed=seed)
-        now = planner.radio(planner.choose(planner.opening_prices(), None))
+        now = planner.radio(Search(planner).choose(planner.opening_prices(), None))
         for _ in range(4):
             after = planner.improve(now)
             assert after.objective <= now.objective * (1 + 1e-12)
@@ -122,7 +123,7 @@ def test_scores_rank_like_priced_rows() -> None:
 def test_all_clusters_change_their_batches_together() -> None:
     """Where the slowest learner decides the rounds, one cluster alone gains nothing."""
     planner = a_planner(draw_snapshot(5, clusters=3, devices=2, blocks=3))
-    start = planner.radio(planner.choose(planner.opening_prices(), None))
+    start = planner.radio(Search(planner).choose(planner.opening_prices(), None))
     for size, count in planner.batches():
         rows = start.rows.with_batches(np.full(3, size), np.full(3, count))
         found = planner.solve(planner.radio(rows))
@@ -136,7 +137,7 @@ def test_all_clusters_change_their_batches_together() -> None:
 def test_alternation_never_gets_worse_with_many_clusters() -> None:
     for seed in range(2):
         planner = a_planner(draw_snapshot(seed, clusters=40, devices=6, blocks=8), queue_seed=seed)
-        now = planner.radio(planner.choose(planner.opening_prices(), None))
+        now = planner.radio(Search(planner).choose(planner.opening_prices(), None))
         for _ in range(2):
             after = planner.solve(now)
             assert after.objective <= now.objective * (1 + 1e-12)
