@@ -85,6 +85,8 @@ def _refuse_doubled(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def to_plain(value: object) -> Any:
     """Convert a value to dicts, lists and scalars, for the json module."""
+    if value is None or type(value) in _SCALARS:
+        return value
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Enum):

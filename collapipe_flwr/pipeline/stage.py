@@ -339,17 +339,51 @@ class Stage(ABC):
             clips = self.settings.execution.clip_norm > 0
             check_finite(what, frame, taken, given, clips=clips)
 
-    def _check_gradients(self, step: Step) -> None:
-        """Raise NotFinite for gradients that would spoil those of other stages, when added."""
-        if not math.isfinite(square_norm(self._gradients())):
+    def _apply(self, step: Step) -> None:
+        with self.recorder.span("optimizer", step.index):
+            norm = self._measure_gradients(step)
+        if step.rows or self._private is not None or self.siblings is not None:
+            self._exchange_gradients(step)
+            norm = square_norm(self._gradients())
+        # That of shared parameters is added in `gradient_sums.add_shared`.
+        shared = shared_parameters(self.part) if step.settle else {}
+        self.optimizer.add_proximal(n for n in self.optimizer.by_name if n not in shared)
+        factor = 1.0
+        if step.settle:
+            changed = shared or self.optimizer.settings.proximal_mu
+            factor = self._settle(step, self._square_norm_alone() if changed else norm)
+        with self.recorder.span("optimizer", step.index):
+            if factor != 1.0 and (gradients := self._gradients()):
+                torch._foreach_mul_(gradients, factor)
+            self._steps += replace(
+                self._first,
+                steps=1,
+                big_square_norm=0.0 if self.settings.turn.replica else norm,
+                big_weight=step.weight,
+                big_squares=step.weight**2,
+            )
+            self._first = StageMeasurement(name=self.settings.name)
+            self.optimizer.step(step.rate)
+            self._note_fixed()
+            self.optimizer.zero_grad()
+        self._note_fixed()
+
+    def _measure_gradients(self, step: Step) -> float:
+        """Return the squared norm of the part's gradients.
+
+        Raises NotFinite if they would spoil those of other stages, when added.
+        """
+        norm = square_norm(self._gradients())
+        adds = step.settle or step.rows or self.siblings is not None
+        if adds and not math.isfinite(norm):
             raise NotFinite(
                 f"the gradients of {self.settings.name} in step {step.index} are not finite, or "
                 "too large to be right"
             )
+        return norm
 
-    def _apply(self, step: Step) -> None:
-        if step.settle or step.rows or self.siblings is not None:
-            self._check_gradients(step)
+    def _exchange_gradients(self, step: Step) -> None:
+        """Add those of other parts and replicas, and the noise of private training."""
         if step.rows:
             self._return_rows(step)
         if self._private is not None:
@@ -359,27 +393,6 @@ class Stage(ABC):
             self.siblings.all_reduce(self.optimizer.by_name, step.index, self._send, self._get)
         if self._private is not None:
             self._private.add_noise(step.index, 1.0 / step.weight)
-        with self.recorder.span("optimizer", step.index):
-            norm = 0.0 if self.settings.turn.replica else square_norm(self._gradients())
-            # That of shared parameters is added in `gradient_sums.add_shared`.
-            shared = shared_parameters(self.part) if step.settle else {}
-            self.optimizer.add_proximal(n for n in self.optimizer.by_name if n not in shared)
-        factor = self._settle(step, self._square_norm_alone()) if step.settle else 1.0
-        with self.recorder.span("optimizer", step.index):
-            if factor != 1.0 and (gradients := self._gradients()):
-                torch._foreach_mul_(gradients, factor)
-            self._steps += replace(
-                self._first,
-                steps=1,
-                big_square_norm=norm,
-                big_weight=step.weight,
-                big_squares=step.weight**2,
-            )
-            self._first = StageMeasurement(name=self.settings.name)
-            self.optimizer.step(step.rate)
-            self._note_fixed()
-            self.optimizer.zero_grad()
-        self._note_fixed()
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.optimizer.parameters if p.grad is not None]
