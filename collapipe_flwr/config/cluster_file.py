@@ -184,7 +184,7 @@ class ClusterConfig:
         """The devices that dial."""
         return tuple(device for device in self.devices if device.dials)
 
-    def having(self, role: Role) -> tuple[MemberConfig, ...]:
+    def list_in_role(self, role: Role) -> tuple[MemberConfig, ...]:
         """Return the members in a role: any number of devices, at most one of every other."""
         return tuple(member for member, its in self.roles if its is role)
 
@@ -368,7 +368,7 @@ def list_certificate_hosts(clusters: Iterable[ClusterConfig]) -> dict[str, tuple
     return hosts
 
 
-def cluster_text(config: ClusterConfig) -> str:
+def format_cluster(config: ClusterConfig) -> str:
     """Write the TOML that `parse_cluster` reads as ``config``, without keys at their defaults."""
     measured = config.measured and Path(os.path.relpath(config.measured, config.folder))
     devices = tuple(replace(d, address="") if d.dials else d for d in config.devices)

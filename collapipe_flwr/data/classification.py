@@ -66,7 +66,7 @@ class LabelTask(Task):
     group_column: ClassVar[str] = "label"
 
     @abstractmethod
-    def inputs(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+    def make_inputs(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """Return the model's inputs for a micro-batch, without labels."""
 
     def find_labels(self) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ class LabelTask(Task):
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         ids = [self.label_ids[example["label"]] for example in examples]
-        return {**self.inputs(examples), "labels": torch.tensor(ids)}
+        return {**self.make_inputs(examples), "labels": torch.tensor(ids)}
 
     def read(self, guesses: Tensor, batch: Batch) -> list[str]:
         del batch
@@ -161,7 +161,7 @@ class Classification(LabelTask):
     text_columns: ClassVar[tuple[str, ...]] = ("text",)
     starts_with_bos: ClassVar[bool] = True
 
-    def inputs(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+    def make_inputs(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         return self.encode_column(examples, "text", self.settings.max_source_length)
 
 
@@ -277,7 +277,7 @@ class ImageClassification(LabelTask):
     text_columns: ClassVar[tuple[str, ...]] = ()
     starts_with_bos: ClassVar[bool] = False
 
-    def inputs(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+    def make_inputs(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         pictures = [self._read_pixels(example["image"]) for example in examples]
         return {"pixel_values": torch.from_numpy(np.stack(pictures))}
 

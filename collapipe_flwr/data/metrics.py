@@ -161,23 +161,23 @@ def _split_words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def _overlap(left: Sequence[str], right: Sequence[str], size: int) -> float:
+def _score_overlap(left: Sequence[str], right: Sequence[str], size: int) -> float:
     ours, theirs = _count_grams(left, size), _count_grams(right, size)
-    return _f1((ours & theirs).total(), ours.total(), theirs.total())
+    return _compute_f1((ours & theirs).total(), ours.total(), theirs.total())
 
 
 def _count_grams(words: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
     return Counter(zip(*(words[start:] for start in range(size)), strict=False))
 
 
-def _f1(hits: int, guessed: int, wanted: int) -> float:
+def _compute_f1(hits: int, guessed: int, wanted: int) -> float:
     return 2 * hits / (guessed + wanted) if guessed + wanted else 0.0
 
 
 # Our own implementation, after Lin (2004): lower-cased words without stemming, one reference, F1
 # of each pair, mean over all pairs; 0 .. 1.
 ROUGE = {
-    "rouge1": _make_average(lambda p, r: _overlap(p, r, 1)),
-    "rouge2": _make_average(lambda p, r: _overlap(p, r, 2)),
-    "rougeL": _make_average(lambda p, r: _f1(count_longest_common(p, r), len(p), len(r))),
+    "rouge1": _make_average(lambda p, r: _score_overlap(p, r, 1)),
+    "rouge2": _make_average(lambda p, r: _score_overlap(p, r, 2)),
+    "rougeL": _make_average(lambda p, r: _compute_f1(count_longest_common(p, r), len(p), len(r))),
 }

@@ -117,7 +117,7 @@ class Stream:
         if stop > max(pieces, default=0):
             pieces = (*pieces, stop)
         examples = [self.examples(rows.select(range(a, b))) for a, b in pairwise((0, *pieces))]
-        digest = before.sha256 if size == before.size else _digest(path, size)
+        digest = before.sha256 if size == before.size else _compute_digest(path, size)
         if path.stat().st_size != size:
             raise DataError("it is being written")
         place = replace(before, pieces=pieces, size=size, sha256=digest)
@@ -129,7 +129,7 @@ def _continues(path: Path, before: FilePlace) -> bool:
     size = path.stat().st_size
     if size < before.size or (size > before.size and path.suffix.lower() in _CLOSED):
         return False
-    return not before.size or _digest(path, before.size) == before.sha256
+    return not before.size or _compute_digest(path, before.size) == before.sha256
 
 
 def _ends_with_a_row(path: Path, size: int) -> bool:
@@ -139,7 +139,7 @@ def _ends_with_a_row(path: Path, size: int) -> bool:
         return file.read(_TAIL_BYTES).replace(b"\r", b"").endswith(end)
 
 
-def _digest(path: Path, size: int) -> str:
+def _compute_digest(path: Path, size: int) -> str:
     """Return the SHA-256 of the first ``size`` bytes."""
     digest = sha256()
     with path.open("rb") as file:
@@ -179,8 +179,8 @@ def draw_stream_round(
     for place, examples in stream.files(before):
         if examples is not None:
             stop = min(len(examples), place.read + room)
-            seen.append(_slice(examples, 0, place.read))
-            fresh.append(_slice(examples, place.read, stop))
+            seen.append(_take(examples, 0, place.read))
+            fresh.append(_take(examples, place.read, stop))
             room -= stop - place.read
             place = replace(place, read=stop)
         places.append(place)
@@ -192,7 +192,7 @@ def draw_stream_round(
     )
 
 
-def _slice(table: Dataset, start: int, stop: int) -> Dataset:
+def _take(table: Dataset, start: int, stop: int) -> Dataset:
     return table.select(list(range(start, stop)))  # datasets refuses an empty range past the end
 
 

@@ -105,7 +105,7 @@ class Deployment:
     def _find_newcomers(self) -> list[tuple[Machine, MachineRole]]:
         """Find roles without the files of a member, on the machines that have not failed."""
 
-        def missing(machine: Machine) -> list[tuple[Machine, MachineRole]]:
+        def find_missing(machine: Machine) -> list[tuple[Machine, MachineRole]]:
             others = [role for role in machine.roles if not self.inventory.keeps_ca(role)]
             steps = [roles.join_cluster(role) for role in others]
             found = self._run_steps(machine, steps, dry=True)
@@ -116,7 +116,9 @@ class Deployment:
             return [(machine, r) for r, s in zip(others, steps, strict=True) if s.name in would]
 
         return [
-            pair for found in self._run_everywhere(self._list_healthy(), missing) for pair in found
+            pair
+            for found in self._run_everywhere(self._list_healthy(), find_missing)
+            for pair in found
         ]
 
     def _draw_token(self, role: MachineRole, members: int) -> str | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from collapipe_flwr.config.access_control import AccessControl, access_control
 from collapipe_flwr.config.cluster_file import (
     ClusterConfig,
-    cluster_text,
+    format_cluster,
     parse_cluster,
     read_cluster,
 )
@@ -77,7 +77,7 @@ class Rosters:
             access = access_control(known.values(), self._allow)
             self.on_newer(config, roster)
             assert config.path is not None
-            _write(config.path, roster.text if config.privacy == asked else cluster_text(config))
+            _write(config.path, roster.text if config.privacy == asked else format_cluster(config))
             self._apply(known, access)
             removed = not any(each.has_joined(self._name) for each in known.values())
         _log.info("the roster of %s has version %d", config.id, config.version)

@@ -62,7 +62,7 @@ def admit(
             "the control unit's: set both (`timedatectl`)"
         )
     with registry.lock():
-        member = _member(request)
+        member = _describe_member(request)
         token = registry.tokens.find_usable(secret, use, now_s)
         if other := version_fault(request.name, request.version, "the control unit"):
             raise JoinRefused(other)
@@ -70,7 +70,7 @@ def admit(
         if member.dials:
             member = _place_dialler(config, token.role, member)
         try:
-            certificate = _kept_certificate(registry, config, token.role, member, key)
+            certificate = _find_certificate(registry, config, token.role, member, key)
             if request.only_asks:
                 return None
             hosts = list_hosts(member, token.role)
@@ -97,7 +97,7 @@ def admit(
         )
 
 
-def _member(request: joining.JoinRequest) -> MemberConfig:
+def _describe_member(request: joining.JoinRequest) -> MemberConfig:
     """Describe the newcomer as the roster will list it."""
     kind = request.kind or MemberConfig().kind
     address = "" if request.dials else request.address
@@ -114,7 +114,7 @@ def _place_dialler(config: ClusterConfig, role: Role, member: MemberConfig) -> M
     """Give the newcomer the address where its control unit relays. Raises JoinRefused."""
     if role is not Role.DEVICE:
         raise JoinRefused(
-            f"{_one(role)} must be reached: join without --dial, with --address HOST:PORT"
+            f"{_name_role(role)} must be reached: join without --dial, with --address HOST:PORT"
         )
     if not config.relay_address:
         raise JoinRefused(
@@ -124,11 +124,11 @@ def _place_dialler(config: ClusterConfig, role: Role, member: MemberConfig) -> M
     return replace(member, address=config.relay_address)
 
 
-def _registered(config: ClusterConfig, role: Role, name: str) -> MemberConfig | None:
-    return next((m for m in config.having(role) if m.name == name), None)
+def _find_registered(config: ClusterConfig, role: Role, name: str) -> MemberConfig | None:
+    return next((m for m in config.list_in_role(role) if m.name == name), None)
 
 
-def _kept_certificate(
+def _find_certificate(
     registry: Registry,
     config: ClusterConfig,
     role: Role,
@@ -139,7 +139,7 @@ def _kept_certificate(
 
     Raises JoinRefused if another member has the name, the role or the address.
     """
-    before, key_bytes = _registered(config, role, member.name), joining.public_bytes(key)
+    before, key_bytes = _find_registered(config, role, member.name), joining.public_bytes(key)
     kept = registry.read_certificate(member.name)
     if before is not None and before.fingerprint:
         if kept is None or joining.key_in_certificate(kept) != key_bytes:
@@ -162,13 +162,13 @@ def _check_free(
     registry: Registry, config: ClusterConfig, role: Role, member: MemberConfig
 ) -> None:
     """Raise JoinRefused if another member has the role, the name or the address."""
-    before = _registered(config, role, member.name)
+    before = _find_registered(config, role, member.name)
     others = [m for c in registry.clusters().values() for m in c.members if m != before]
     if role is not Role.DEVICE:
         there = find_single(config, role)
         others = [m for m in others if m.name != there.name]
         if there.fingerprint and there.name != member.name:
-            raise JoinRefused(f"{config.id} has {_one(role)} already: {there.name}")
+            raise JoinRefused(f"{config.id} has {_name_role(role)} already: {there.name}")
     taken = next((m.name for m in others if m.name.casefold() == member.name.casefold()), None)
     if taken is not None:
         raise JoinRefused(f"another member is called {taken} already: choose another with --name")
@@ -179,10 +179,10 @@ def _check_free(
             "its own with --address"
         )
     if role is not Role.SERVER and not member.address:
-        raise JoinRefused(f"{_one(role)} needs an address: give it with --address HOST:PORT")
+        raise JoinRefused(f"{_name_role(role)} needs an address: give it with --address HOST:PORT")
 
 
-def _one(role: Role) -> str:
+def _name_role(role: Role) -> str:
     return f"{'an' if role is Role.EDGE else 'a'} {role.value}"
 
 
@@ -222,7 +222,7 @@ class JoiningService(Server):
         self._registry, self._on_joined = registry, on_joined
         self._attempts = JoinAttempts()
         with registry.lock():
-            files = registry.service_files()
+            files = registry.issue_service_files()
         super().__init__(
             listen,
             {joining.JOIN: self._join},

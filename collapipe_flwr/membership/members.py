@@ -203,11 +203,11 @@ def ask_cluster(config: ClusterConfig) -> ClusterStatus:
         members.append((config.control_unit, Role.CONTROL_UNIT))
     known = read_figures(config)
     with ThreadPoolExecutor(_STATUS_AT_ONCE, thread_name_prefix="status") as pool:
-        found = tuple(pool.map(lambda each: _status(config, known, *each), members))
+        found = tuple(pool.map(lambda each: _ask_member(config, known, *each), members))
     return ClusterStatus(cluster_id=config.id, version=config.version, members=found)
 
 
-def _status(
+def _ask_member(
     config: ClusterConfig, known: Measurements, member: MemberConfig, role: Role
 ) -> MemberStatus:
     measured = known.of(member.name)

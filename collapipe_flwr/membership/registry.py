@@ -28,7 +28,7 @@ from collapipe_flwr.config.cluster_file import (
     MemberConfig,
     Role,
     TlsConfig,
-    cluster_text,
+    format_cluster,
     parse_cluster,
     read_cluster,
 )
@@ -207,7 +207,7 @@ class Registry:
             pem = (self.certs / file).read_bytes()
             write_private(self.edge_folder / _CERTS / file, pem)
         assert config.path is not None
-        write_text(self.edge_folder / config.path.name, cluster_text(config))
+        write_text(self.edge_folder / config.path.name, format_cluster(config))
 
     def _settle(
         self,
@@ -248,12 +248,14 @@ class Registry:
         told = []
         for cluster_id in self.clusters():
             for role in Role:
-                for member in self.cluster(cluster_id).having(role):
+                for member in self.cluster(cluster_id).list_in_role(role):
                     told += self._renew_member(self.cluster(cluster_id), role, member, now)
         if is_due(self.ca.read_bytes(), now):
-            told.append(f"the CA in {self.certs} {_ends(self.ca.read_bytes())}: make clusters anew")
+            told.append(
+                f"the CA in {self.certs} {_say_end(self.ca.read_bytes())}: make clusters anew"
+            )
         if (service := self.read_certificate(SERVICE_NAME)) is not None and is_due(service, now):
-            self.service_files()
+            self.issue_service_files()
         return told
 
     def _renew_member(
@@ -265,7 +267,7 @@ class Registry:
         here = (self.certs / f"{member.name}.key").exists()
         if validity_of(pem)[1] <= now or (role is Role.SERVER and not here):
             again = "let it join again by a new token"
-            return [f"the certificate of {member.name} {_ends(pem)}: {again}"]
+            return [f"the certificate of {member.name} {_say_end(pem)}: {again}"]
         if fingerprint(pem) == member.fingerprint:
             key = x509.load_pem_x509_certificate(pem).public_key()
             assert isinstance(key, ec.EllipticCurvePublicKey)
@@ -273,7 +275,7 @@ class Registry:
         earlier, shown = member.fingerprint, fingerprint(pem)
         member = replace(member, fingerprint=shown, earlier_fingerprint=earlier)
         self.admit(config, role, member)
-        return [f"the certificate of {member.name} is renewed and {_ends(pem)}"]
+        return [f"the certificate of {member.name} is renewed and {_say_end(pem)}"]
 
     def _check_names(self, name: str, hosts: tuple[str, ...]) -> None:
         if name.casefold() == SERVICE_NAME:
@@ -335,9 +337,9 @@ class Registry:
     def roster(self, config: ClusterConfig) -> Roster:
         elsewhere, measured = bool(config.joining), config.measured
         figures = measured.read_text() if elsewhere and measured and measured.exists() else ""
-        return signed_roster(cluster_text(config), Authority(self.certs).sign, figures)
+        return signed_roster(format_cluster(config), Authority(self.certs).sign, figures)
 
-    def service_files(self) -> TlsFiles:
+    def issue_service_files(self) -> TlsFiles:
         """Issue the joining service a new certificate with its CA, which newcomers know by its pin.
 
         Under the lock.
@@ -355,7 +357,7 @@ class Registry:
         assert path is not None
         if path.exists():
             config = replace(config, version=config.version + 1)
-        text = cluster_text(config)
+        text = format_cluster(config)
         parse_cluster(tomllib.loads(text), self.folder)  # members must be able to read it
         write_text(path, text)
         return read_cluster(path)
@@ -402,7 +404,7 @@ def _act_as_owner(folder: Path) -> Iterator[None]:
 
 def find_single(config: ClusterConfig, role: Role) -> MemberConfig:
     """Look up the member of a role that only one member has."""
-    return (*config.having(role), config.edge)[0]
+    return (*config.list_in_role(role), config.edge)[0]
 
 
 def list_hosts(member: MemberConfig, role: Role = Role.DEVICE) -> tuple[str, ...]:
@@ -414,7 +416,7 @@ def list_hosts(member: MemberConfig, role: Role = Role.DEVICE) -> tuple[str, ...
     return tuple(filter(None, (member.host, "127.0.0.1"))) if role is Role.SERVER else ()
 
 
-def _ends(pem: bytes) -> str:
+def _say_end(pem: bytes) -> str:
     return f"ends on {validity_of(pem)[1]:%Y-%m-%d}"
 
 

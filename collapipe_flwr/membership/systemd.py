@@ -72,10 +72,10 @@ class Service:
         template = (_UNITS / f"{self.service}.service").read_text()
         text = template.replace(_BIN, str(Path(sys.executable).parent))
         text = text.replace(_FOLDER, str(self.folder.resolve()))
-        return text if manager is Manager.system else "".join(_for_user(text))
+        return text if manager is Manager.system else "".join(_adapt_to_user(text))
 
 
-def _for_user(text: str) -> Iterator[str]:
+def _adapt_to_user(text: str) -> Iterator[str]:
     section = ""
     for line in text.splitlines(keepends=True):
         key = line.partition("=")[0]

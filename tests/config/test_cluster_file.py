@@ -10,7 +10,7 @@ import pytest
 from collapipe_flwr.cluster.profile import profile_of
 from collapipe_flwr.config.cluster_file import (
     Role,
-    cluster_text,
+    format_cluster,
     list_certificate_hosts,
     parse_cluster,
     read_cluster,
@@ -65,8 +65,8 @@ def test_several_edges_are_machines_devices_or_the_control_unit_in_order() -> No
     )
     assert [edge.name for edge in cluster.edges] == ["edge", "spare", "pi-2", "control-unit"]
     assert cluster.edges[2] is cluster.devices[1]
-    assert [member.name for member in cluster.having(Role.EDGE)] == ["edge", "spare"]
-    assert parse_cluster(tomllib.loads(cluster_text(cluster)), Path()) == cluster
+    assert [member.name for member in cluster.list_in_role(Role.EDGE)] == ["edge", "spare"]
+    assert parse_cluster(tomllib.loads(format_cluster(cluster)), Path()) == cluster
     assert parse_cluster(edges(spare), Path()) == parse_cluster(
         {"id": "g", "device": DEVICES, "edge": spare}, Path()
     )
@@ -161,7 +161,7 @@ def test_an_edge_may_be_a_device_or_the_control_unit() -> None:
     assert here.edge_is_control_unit
     for cluster in (on_device, here):
         assert cluster.names == ("control-unit", "pi-1", "pi-2", "server")
-        assert cluster.having(Role.EDGE) == ()
+        assert cluster.list_in_role(Role.EDGE) == ()
 
 
 def test_devices_that_dial_are_reached_at_one_address_of_their_control_unit() -> None:
@@ -188,7 +188,7 @@ def test_a_device_is_trusted_where_the_file_says_so() -> None:
     trusted = {**DEVICES[0], "trusted": True}
     cluster = parse_cluster({"id": "g", "device": [trusted, DEVICES[1]]}, Path())
     assert [device.trusted for device in profile_of(cluster, 1).devices] == [True, False]
-    assert parse_cluster(tomllib.loads(cluster_text(cluster)), Path()) == cluster
+    assert parse_cluster(tomllib.loads(format_cluster(cluster)), Path()) == cluster
 
 
 def test_an_unknown_member_is_answered_with_those_there_are() -> None:

@@ -10,7 +10,7 @@ from collapipe_flwr.config.cluster_file import (
     ClusterLinks,
     MemberConfig,
     TlsConfig,
-    cluster_text,
+    format_cluster,
     parse_cluster,
 )
 from collapipe_flwr.config.privacy import PrivacyConfig
@@ -40,5 +40,5 @@ def test_what_is_written_is_read() -> None:
     as_edge = replace(dialled, edge=DIALS)
     others = (as_edge, replace(full, tls=None), replace(plain, tls=TlsConfig()))
     for cluster in (plain, full, dialled, *others):
-        text = cluster_text(cluster)
+        text = format_cluster(cluster)
         assert parse_cluster(tomllib.loads(text), cluster.folder) == cluster

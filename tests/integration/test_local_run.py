@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.config.cluster_file import cluster_text
+from collapipe_flwr.config.cluster_file import format_cluster
 from collapipe_flwr.config.parsing import declared_config
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.federation import local_grid
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_run_on_the_boards_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "shed.toml"
     with daemons(2) as (cluster, edge):
-        file.write_text(cluster_text(replace(cluster, edge=replace(cluster.edge, address=edge))))
+        file.write_text(format_cluster(replace(cluster, edge=replace(cluster.edge, address=edge))))
         given = {k: v for k, v in TINY.items() if not k.startswith("world.")}
         values = {**declared_config(ROOT), **given, **edge_of([file])}
         values |= {"output-dir": str(tmp_path / "runs"), "num-server-rounds": 1}
@@ -44,7 +44,7 @@ def test_clusters_with_an_edge_each_train_in_one_run(tmp_path: Path) -> None:
         shed = replace(shed, edge=replace(shed.edge, address=edge))
         own = replace(barn.edge, name=barn.control_unit.name)
         for file, cluster in zip(files, (shed, replace(barn, id="barn", edge=own)), strict=True):
-            file.write_text(cluster_text(cluster))
+            file.write_text(format_cluster(cluster))
         given = {k: v for k, v in TINY.items() if not k.startswith("world.")}
         values = {**declared_config(ROOT), **given, **edge_of(files)}
         values |= {"output-dir": str(tmp_path / "runs"), "num-server-rounds": 2}

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app, hosting
-from collapipe_flwr.config.cluster_file import Role, cluster_text, parse_cluster
+from collapipe_flwr.config.cluster_file import Role, format_cluster, parse_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.host import daemon
 from collapipe_flwr.host.daemon import HostSettings
@@ -117,7 +117,7 @@ def test_a_cluster_whose_file_is_written_by_hand_has_a_relay(
     devices = [{"name": "d0", "dials": True}]
     values = {"id": "A", "relay": f"127.0.0.1:{free_port()}", "device": devices, "tls": {}}
     config = parse_cluster(values, tmp_path)
-    (tmp_path / "A.toml").write_text(cluster_text(config))
+    (tmp_path / "A.toml").write_text(format_cluster(config))
     sign_all(tmp_path / "certs", dict.fromkeys(config.names, ()))
     over, said = threading.Event(), list[str]()
     monkeypatch.setattr(serving, "stop_on_signals", lambda: nullcontext(over))
