@@ -71,7 +71,7 @@ def init(
     name: Annotated[str, Argument(help="Cluster name.")],
     address: Annotated[
         str,
-        Option(help="HOST or HOST:PORT where boards reach this machine. Default: found."),
+        Option(help="HOST or HOST:PORT where boards reach this machine. Default: detected."),
     ] = "",
     edge_address: Annotated[
         str, Option(help="HOST:PORT of the edge. Default: this host, port 50061.")

@@ -176,7 +176,7 @@ def _read_cluster(
 
 def simulate(
     preset: Annotated[
-        str | None, Option(help="paper, one-strong or cellular; other options override it.")
+        str | None, Option(help="World: paper, one-strong or cellular; other options override it.")
     ] = None,
     clusters: Annotated[int | None, Option(help="Number of clusters.")] = None,
     devices: Annotated[

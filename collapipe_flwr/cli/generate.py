@@ -34,8 +34,11 @@ ApiKey = Annotated[
         help="API key for clients. Default: a new one, printed at the start.",
     ),
 ]
-MaxNewTokens = Annotated[int, Option(help="0: the model's default.", min=0)]
-Sample = Annotated[bool | None, Option("--sample/--greedy", help="Default: the model's setting.")]
+MaxNewTokens = Annotated[int, Option(help="Most new tokens; 0: the model's default.", min=0)]
+Sample = Annotated[
+    bool | None,
+    Option("--sample/--greedy", help="Sample, or take the likeliest token. Default: the model's."),
+]
 Temperature = Annotated[float, Option(help="Sampling temperature; 0: the model's.", min=0)]
 TopK = Annotated[int, Option(help="Sample from the K most likely tokens.", min=0)]
 TopP = Annotated[float, Option(help="Sample from this probability mass.", min=0, max=1)]
@@ -62,7 +65,7 @@ def generate(
         list[Path] | None, Option(help="Sound (.wav, .npy) for a speech model.")
     ] = None,
     max_new_tokens: MaxNewTokens = 0,
-    num_beams: Annotated[int, Option(help="0: the model's default.", min=0)] = 0,
+    num_beams: Annotated[int, Option(help="Width of beam search; 0: the model's.", min=0)] = 0,
     sample: Sample = None,
     temperature: Temperature = 0,
     top_k: TopK = 0,
@@ -226,7 +229,7 @@ def _read_sound(path: Path) -> str:
 
 def chat(
     run: Annotated[str | None, Argument(help=_RUN)] = None,
-    system: Annotated[str, Option(help="Message of the system before all others.")] = "",
+    system: Annotated[str, Option(help="System message ahead of all others.")] = "",
     max_new_tokens: MaxNewTokens = 0,
     sample: Sample = None,
     temperature: Temperature = 0,
@@ -292,7 +295,7 @@ def chat(
 def serve(
     run: Annotated[str, Argument(help=_RUN)],
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, Option(help="0: a free one.", min=0, max=65535)] = 8000,
+    port: Annotated[int, Option(help="Port to listen on; 0: a free one.", min=0, max=65535)] = 8000,
     token: ApiKey = None,
     slots: Slots = 4,
     devices: Devices = 2,

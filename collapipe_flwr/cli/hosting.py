@@ -38,16 +38,14 @@ Key = Annotated[Path | None, Option("--tls-key", help="PEM of its private key.")
 MemoryMb = Annotated[
     float,
     Option(
-        help="Memory for all models, without activations; 0: as much as is free where it computes.",
+        help="Megabytes for all models, without activations; 0: all that is free.",
         min=0,
     ),
 ]
-Threads = Annotated[int, Option(help="Threads to compute on; 0: one per core.", min=0)]
+Threads = Annotated[int, Option(help="Threads to compute with; 0: one per core.", min=0)]
 Compute = Annotated[
     str,
-    Option(
-        help="Where to compute: cpu, cuda, cuda:N, mps, xpu; auto: cuda or xpu if there, else cpu."
-    ),
+    Option(help="Where to compute: cpu, cuda, cuda:N, mps, xpu; auto: cuda or xpu, else cpu."),
 ]
 Insecure = Annotated[bool, Option(help="Allow unencrypted connections on non-loopback addresses.")]
 Imports = Annotated[
@@ -80,7 +78,7 @@ Dial = Annotated[
         "Default: as the cluster file says.",
     ),
 ]
-Logs = Annotated[LogFormat, Option("--log-format", help="json: one object per line.")]
+Logs = Annotated[LogFormat, Option("--log-format", help="text, or json: one object per line.")]
 
 
 def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> TlsFiles | None:
@@ -176,10 +174,10 @@ def device(
         Path | None, Option(help="Folder for frozen weights. Default: in the user's cache folder.")
     ] = None,
     cache_mb: Annotated[
-        float, Option(help="Most megabytes of frozen weights to keep; 0: none.", min=0)
+        float, Option(help="Megabytes of frozen weights to keep at most; 0: none.", min=0)
     ] = 8000.0,
     radio_interface: Annotated[
-        str, Option(help="Apply planned transmit power here by `iw`, as wlan0.")
+        str, Option(help="Set planned transmit power on this interface by `iw`, such as wlan0.")
     ] = "",
     energy_sensor: Annotated[
         str,
@@ -209,7 +207,7 @@ def device(
 
 def edge(
     listen: Listen = "",
-    name: Annotated[str, Option(help="Its name in certificates.")] = "edge",
+    name: Annotated[str, Option(help="Name in certificates.")] = "edge",
     cluster: Cluster = None,
     allow: Allow = None,
     ca: Ca = None,
@@ -241,8 +239,9 @@ def control_unit(
     socket: Annotated[
         Path | None,
         Option(
-            help="Where ClientApps of this user find it. Default: $COLLAPIPE_CONTROL_UNIT, else "
-            "in $XDG_RUNTIME_DIR/collapipe, else in /var/lib/collapipe-control-unit."
+            help="Socket to which ClientApps of this user connect. Default: "
+            "$COLLAPIPE_CONTROL_UNIT, else in $XDG_RUNTIME_DIR/collapipe, else in "
+            "/var/lib/collapipe-control-unit."
         ),
     ] = None,
     state_dir: Annotated[

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def join(
-    token: Annotated[str, Argument(help="The token; - reads it from the standard input.")],
-    name: Annotated[str, Option(help="Its name in the cluster. Default: the host's.")] = "",
+    token: Annotated[str, Argument(help="The token; - reads it from standard input.")],
+    name: Annotated[str, Option(help="Name in the cluster. Default: the host name.")] = "",
     address: Annotated[
         str,
         Option(
@@ -36,13 +36,13 @@ def join(
         bool,
         Option(
             "--dial",
-            help="This device accepts no connection from the network: it dials its control unit.",
+            help="Accept no connections; dial the control unit instead.",
         ),
     ] = False,
     kind: Annotated[str, Option(help="Board preset. Default: detected from the device tree.")] = "",
     folder: Folder = None,
     service: AsService = None,
-    start: Annotated[bool, Option(help="Then run its daemon until SIGTERM.")] = True,
+    start: Annotated[bool, Option(help="Run its daemon after joining, until SIGTERM.")] = True,
     discover: Annotated[
         bool,
         Option("--discover", help="Look for the control unit by mDNS, not at its address."),

@@ -73,8 +73,8 @@ def watch(
     output_dir: Annotated[
         Path, Option(help="Folder of run directories, for the newest of them.")
     ] = Path("runs"),
-    host: Annotated[str, Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, Option(help="Port to listen at; 0: a free one.", min=0, max=65535)] = 0,
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on; 0: a free one.", min=0, max=65535)] = 0,
     superlink: Annotated[
         str | None,
         Option(
@@ -84,7 +84,7 @@ def watch(
         ),
     ] = None,
 ) -> None:
-    """Show a run in the browser while it goes on: prints the URL, and serves until Ctrl-C.
+    """Show a run in the browser while it goes on; print the URL and serve until Ctrl-C.
 
     Without RUN, the page goes on to a newer run as soon as there is one. Beyond loopback, the URL
     holds a token, without which nothing is shown.

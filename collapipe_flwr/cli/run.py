@@ -75,7 +75,7 @@ def run(
 
 def stop(
     run_dir: Annotated[Path, Argument(help="Run directory.")],
-    patience_s: Annotated[float, Option(help="Seconds until it is ended by force.", min=0)] = 20.0,
+    patience_s: Annotated[float, Option(help="Seconds to wait before it is killed.", min=0)] = 20.0,
 ) -> None:
     """Stop a run that still runs on this machine, however it was started.
 

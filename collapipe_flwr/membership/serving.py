@@ -1,5 +1,4 @@
-"""`collapipe cluster serve`: admits newcomers, sends rosters, relays to devices that dial, and runs
-the edge.
+"""`collapipe cluster serve`: newcomers, rosters, the relay to devices that dial, and the edge.
 
 On a control unit that joined by a token, it receives rosters instead.
 """
@@ -43,8 +42,8 @@ def serve(
 
     Newcomers are admitted at ``listen`` (empty: where the cluster file says), which the local
     network hears with ``announce``. ``edge`` runs the edge of this machine, with its options.
-    Raises ConfigError where it cannot listen, RunError when the edge ends.
-    For clusters whose files are written by hand, it only relays to devices that dial.
+    For clusters whose files are written by hand, it only relays to devices that dial. Raises
+    ConfigError where it cannot listen, RunError when the edge ends.
     """
     by_hand = () if registry.clusters() else registry.read_handwritten()
     if by_hand:

@@ -153,6 +153,7 @@ class ModelTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_drawn(self, name: str) -> None:
         self.drops = True
+        # BigBird draws weights that are not used, when it changes its attention for short texts.
         if not (self._detector.runs_one or self._rebuilt):
             raise ModelError(
                 f"its forward draws random numbers ({name}) that cannot be seeded, so another cut "
@@ -229,6 +230,7 @@ class ModelTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in _tensors_in(value)
             if (why := self._explain_closed(tensor))
         }
+        # Block 0 may get its own hidden states a second time, under another name.
         self._open -= self._closed.keys() - {_storage(hidden)}
         self.calls.append((hidden, others))
         self._place = index
