@@ -133,8 +133,23 @@ class BatchShape:
     target_length: int = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Description:
-    __slots__ = ()
+    """What specs of both kinds say of a model and its training.
+
+    The last ``edge_blocks`` blocks stay at the edge. ``loss`` is the import path of a function of
+    outputs and batch; empty: the model's own. The mean runs over ``weight`` (see ``Objective``;
+    empty: labels, or examples if the loss or the head is an own one). ``frozen`` are keys that the
+    user does not train. Batches may not be cut with ``whole_batches``, nor where one of the tensors
+    ``complete`` holds an ignored label (`decomposition`).
+    """
+
+    edge_blocks: int = 0
+    frozen: tuple[str, ...] = ()
+    loss: str = ""
+    weight: str = ""
+    whole_batches: bool = False
+    complete: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Write one string; the inverse of ``spec_of``."""
@@ -146,8 +161,8 @@ class ModelSpec(_Description):
     """One transformer and the task it learns, without weights.
 
     ``config_json`` is the whole transformers configuration, ``model_type`` and labels included.
-    ``pretrained`` names the folder or hub repository of the first weights; None draws them.
-    The last ``edge_blocks`` blocks of a decoder-less model stay at the edge with its head.
+    ``pretrained`` names the folder or hub repository of the first weights; None draws them. Only a
+    model without a decoder may have ``edge_blocks``.
 
     ``ties`` concerns a table that embedding and edge would share: ``untie`` makes
     two independent tables with equal first values, ``rows`` keeps one at the edge (``parts``).
@@ -157,11 +172,7 @@ class ModelSpec(_Description):
     the checkpoint does not (the output table of T5 1.1).
 
     ``model_class`` is the import path of a transformers class or own head; empty: that of the
-    task. ``loss`` is that of a function of outputs and batch; empty: the model's own. The mean
-    runs over ``weight`` (see ``Objective``; empty: labels, or examples if the loss or the head is
-    an own one). ``frozen`` are keys that the user does not train. Batches may not be cut with
-    ``whole_batches``, nor where one of the tensors ``complete`` holds an ignored label
-    (`decomposition`).
+    task.
 
     With ``lora``, or the adapters of a user's `PeftModel` (``adapter_json``), only adapters (and
     ``modules_to_save``) train. Every part reads frozen weights from ``pretrained`` itself, but for
@@ -171,7 +182,6 @@ class ModelSpec(_Description):
     task: str
     config_json: str
     pretrained: str | None = None
-    edge_blocks: int = 0
     ties: str = "untie"
     shared: str = "freeze"
     untied: tuple[str, ...] = ()
@@ -180,11 +190,6 @@ class ModelSpec(_Description):
     adapter_json: str = ""
     base_digests: tuple[str, ...] = ()
     model_class: str = ""
-    loss: str = ""
-    weight: str = ""
-    frozen: tuple[str, ...] = ()
-    whole_batches: bool = False
-    complete: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("model_class", "loss", "weight"):
@@ -232,13 +237,12 @@ class ModuleSpec(_Description):
 
     ``before`` are the keys that the control unit owns, ``tied`` those tables among the edge's that
     the embedding reads too, with the input that holds the ids. ``updated`` are buffers that
-    training changes, ``frozen`` parameters that it does not.
+    training changes.
 
     ``inputs`` are the tensors of a batch that forward takes; ``tail`` those that travel because
     the head behind the blocks reads them. ``call_json`` describes the arguments of blocks beside
     hidden states, ``results`` is the length of the tuple that they return (0: bare hidden states).
-    ``example`` is the shape of one batch. ``whole_batches`` and ``complete`` are as in `ModelSpec`.
-    All is found by a trace of the live model.
+    ``example`` is the shape of one batch. All is found by a trace of the live model.
     """
 
     build: str
@@ -248,18 +252,12 @@ class ModuleSpec(_Description):
     before: tuple[str, ...]
     tied: tuple[tuple[str, str], ...] = ()
     updated: tuple[str, ...] = ()
-    frozen: tuple[str, ...] = ()
     inputs: tuple[str, ...]
     tail: tuple[str, ...] = ()
     call_json: str = "{}"
     results: int = 0
     example: tuple[Example, ...]
     drops: bool = True
-    whole_batches: bool = False
-    complete: tuple[str, ...] = ()
-    edge_blocks: int = 0
-    loss: str = ""
-    weight: str = ""
 
     def __post_init__(self) -> None:
         import torch  # slow, and the run-config is read without it
