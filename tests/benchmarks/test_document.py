@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.boards_table import measured_table
 from benchmarks.data_plane.report import codec_cells, markdown
+from benchmarks.rounds import anatomy
 from tests.program import printed_by
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +25,12 @@ def test_the_codec_table_is_the_file() -> None:
 def test_the_table_of_step_times_is_the_recorded_bench() -> None:
     recorded = json.loads((ROOT / "docs/results/data-plane/pipeline.json").read_text())
     assert markdown(recorded) in (ROOT / "docs/results-pipeline.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_cpu_seconds_is_the_recorded_bench() -> None:
+    files = (ROOT / f"docs/results/anatomy/{name}.json" for name in ("before", "after"))
+    table = anatomy.markdown(*(json.loads(file.read_text()) for file in files))
+    assert table in (ROOT / "docs/results-pipeline.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_predictions_is_the_recorded_bench() -> None:
