@@ -40,6 +40,7 @@ TITLES = {
     "links": "Links between stages",
     "edge": "Edge",
     "privacy": "Privacy",
+    "trust": "Trust in devices",
     "evaluation": "Evaluation",
     "reporting": "Reporting",
 }

@@ -35,12 +35,13 @@ class OpenChain:
 
     ``collect`` returns all parts behind it, with slots or not, after the chain's last frame was
     sent down ``link``. It waits for every device and the edge to end, and raises the LinkError of
-    one that failed or did not.
+    one that failed or did not. ``hops`` are the links as they are: a cluster file may bound them.
     """
 
     link: Link
     collect: Callable[[bool], Segments]
     targets: Targets | None = None  # for the last stage, where it is in this process
+    hops: Sequence[LinkConfig] = ()
 
 
 class Fleet(Protocol):
@@ -95,7 +96,7 @@ class ThreadFleet:
                 return _segments(stages, keep_optimizer) + last_part
 
             try:
-                yield OpenChain(link, collect, edge.targets)
+                yield OpenChain(link, collect, edge.targets, order.hops)
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise

@@ -89,7 +89,8 @@ class RemoteStage:
                 self._pushed, with_optimizer=keep_optimizer, turn=turn
             )
             self._moved += moved
-            state = PartState.of_tensors(tensors)
+            came, sent = PartState.of_tensors(tensors), PartState.of_tensors(self._pushed)
+            state = came.select(key for key in sent.weights if key in came.weights)  # no other's
         return Segments(state=state, reports=(report,), moved=self._moved)
 
     def close(self) -> None:
@@ -207,10 +208,13 @@ class HostedEdge:
 
 
 class ThreadEdge:
-    """The edge in a thread of this process, which computes on ``compute``."""
+    """The edge in a thread of this process, which computes on ``compute``.
 
-    def __init__(self, compute: torch.device = CPU) -> None:
-        self._compute = compute
+    Unless it ``holds_targets``, they travel to it with the frames, as to an edge elsewhere.
+    """
+
+    def __init__(self, compute: torch.device = CPU, *, holds_targets: bool = True) -> None:
+        self._compute, self._holds_targets = compute, holds_targets
 
     @contextmanager
     def opened(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[OpenEdge]:
@@ -256,6 +260,7 @@ class ThreadEdge:
                 thread.join(within_s)
 
         try:
-            yield OpenEdge(collect, connect, service.hold_targets(request.key))
+            held = service.hold_targets(request.key) if self._holds_targets else None
+            yield OpenEdge(collect, connect, held)
         finally:
             join(order.learning.deadline_s)

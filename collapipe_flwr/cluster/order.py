@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.keys import check, one_of
+from collapipe_flwr.core.keys import between, check, one_of
 from collapipe_flwr.core.links import CODECS, Heartbeat, LinkConfig
 from collapipe_flwr.core.measurements import StageMeasurement, TransferStats
 from collapipe_flwr.core.schedule import ALONE, ReplicaIndex, turns
@@ -48,6 +48,7 @@ class LearningSettings:
     labels_at_home: bool = False  # the control unit is the edge, and no link carries labels
     trusted_blocks: int = 0  # the first so many are on trusted devices alone
     privacy: NoiseConfig = field(default_factory=NoiseConfig)  # of examples, towards the server
+    audit_share: float = 0.0  # of replay intervals, which the control unit computes again
     updates: str = "fp32"  # the codec in which a cluster replies how its model changed
 
     def kept_bytes(self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]) -> int:
@@ -66,6 +67,7 @@ class LearningSettings:
                 f"deadline_s must be > 0 and <= {LONGEST_WAIT_S:g}, got {self.deadline_s}"
             )
         check("updates", self.updates, one_of(*CODECS))
+        check("audit_share", self.audit_share, between(0, 1))
         for name in ("snapshot_every", "trusted_blocks"):
             if (value := getattr(self, name)) < 0:
                 raise ConfigError(f"{name} must be >= 0, got {value}")
@@ -127,6 +129,7 @@ class TrainingOrder:
             idle_s=self.idle_s,
             execution=learning.execution.without_recompute,
             privacy=self.privacy,
+            audited=self.learning.audit_share > 0,
         )
 
     def settings(self, stage: int, turn: ReplicaIndex = ALONE) -> StageConfig:
@@ -144,6 +147,7 @@ class TrainingOrder:
             execution=replace(learning.execution, recompute=recompute),
             turn=turn,
             privacy=self.privacy,
+            audited=self.learning.audit_share > 0,
         )
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -29,12 +30,15 @@ from functools import partial
 from itertools import count
 from typing import TypeVar
 
+from collapipe_flwr.cluster.audit import audit, check_audited, check_room
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, generate_texts
-from collapipe_flwr.cluster.fleet import Fleet
+from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
+from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import CONTROL_UNIT, EDGE, Segments, TrainingOrder
 from collapipe_flwr.cluster.suspects import Suspects
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, EdgeProfile, ModelProfile
 from collapipe_flwr.core.errors import (
+    AuditFailed,
     Blame,
     CollaPipeError,
     Diverged,
@@ -44,6 +48,7 @@ from collapipe_flwr.core.errors import (
     MemberFailed,
     ModelError,
 )
+from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.costs.work import end_bytes
 from collapipe_flwr.host.allocator import trim_heap
 from collapipe_flwr.models.any_splitter import AnySplitter
@@ -58,6 +63,7 @@ from collapipe_flwr.scheduler.refusal import compared
 from collapipe_flwr.scheduler.replan import ReplanInput, replan, with_head, without_lost
 
 log = logging.getLogger(__name__)
+_draw = random.SystemRandom()  # which nobody can foresee
 Batch = Sequence[MicroBatch]
 Result = TypeVar("Result")
 MOST_REPLAYS = 2  # of one interval without losing a device: the failure is not transient then
@@ -71,6 +77,14 @@ class ReplayInterval:
     probe: EvalResult  # before the first step
     next_step: int  # the number of the step after this interval, evaluations counted
     held: Segments
+    hops: Sequence[LinkConfig]  # its links
+    at_home: bool  # its last stage was in this process
+
+    @property
+    def without_notes(self) -> ReplayInterval:
+        """The same without what was noted for an audit."""
+        reports = tuple(replace(each, notes={}, rounding="") for each in self.held.reports)
+        return replace(self, held=replace(self.held, reports=reports))
 
     def remaining(self, order: TrainingOrder) -> TrainingOrder:
         """Return what is left of ``order`` after this interval."""
@@ -129,6 +143,8 @@ def run_interval(
         probe=tested,
         next_step=next_step,
         held=held,
+        hops=chain.hops,
+        at_home=chain.targets is not None,
     )
 
 
@@ -198,6 +214,7 @@ class Interruption:
     reason: str
     lost: tuple[str, ...]  # device ids
     quarantined: bool = False  # it answers, but is to blame
+    untrue: bool = False  # an audit found it
     from_step: int  # replayed from here
     noticed_s: float
     resumed_s: float  # end of the first step of the replay that succeeded
@@ -240,12 +257,18 @@ class RecoveringPipeline:
         Raises InfeasibleError when no plan fits the devices that are left, and LinkError when the
         edge is gone for good or an interval fails again and again without the loss of a device.
         """
-        every = self.order.learning.snapshot_every
+        learning, recovery = self.order.learning, self._recovery
+        if learning.audit_share and recovery is not None:
+            check_room(self.order.plan, recovery.profile, recovery.model())
+        every = learning.snapshot_every
         buffer = self._buffer = ReplayBuffer(batches, every if self._recovery else 0)
         self._probe = tuple(probe)
         while buffer.has_next() or not self.intervals:
             buffer.begin()
-            interval = self._until_done(partial(self._once, buffer), lambda: buffer.first_done_s)
+            # Drawn before the first attempt, and kept for its replays.
+            audited = _draw.random() < learning.audit_share
+            once = partial(self._once, buffer, audited)
+            interval = self._until_done(once, lambda: buffer.first_done_s)
             if buffer.has_next():
                 self.order = interval.remaining(self.order)
                 freed = replace(interval.held, state=PartState(weights={}))
@@ -273,7 +296,7 @@ class RecoveringPipeline:
         except CollaPipeError as error:
             if not self._lost or isinstance(error, ModelError | Diverged):
                 raise
-            kind = LinkError if isinstance(error, MemberFailed) else type(error)
+            kind = LinkError if isinstance(error, MemberFailed | AuditFailed) else type(error)
             raise kind(f"{error}; the round lost {', '.join(sorted(self._lost))}") from error
 
     def _repeat(self, attempt: Callable[[], Result], resumed_s: Callable[[], float]) -> Result:
@@ -303,15 +326,27 @@ class RecoveringPipeline:
                 self.incidents += [replace(incident, resumed_s=at_s) for incident in ended]
                 return result
 
-    def _once(self, buffer: ReplayBuffer) -> ReplayInterval:
-        return run_interval(
-            self._splitter,
-            self.order,
-            buffer.replay(),
-            self._fleet,
-            self._probe,
-            keep_optimizer=lambda: buffer.has_next() or self.order.keep_optimizer,
+    def _once(self, buffer: ReplayBuffer, audited: bool) -> ReplayInterval:
+        def keeps() -> bool:
+            return buffer.has_next() or self.order.keep_optimizer
+
+        check_audited(self.order)
+        interval = run_interval(
+            self._splitter, self.order, buffer.replay(), self._fleet, self._probe, keeps
         )
+        if audited:
+            self._audit(interval, buffer, keeps())
+        return interval.without_notes
+
+    def _audit(self, told: ReplayInterval, buffer: ReplayBuffer, keeps: bool) -> None:
+        """Run an interval again in this process, and compare; raises as `audit`."""
+        order, place = self.order, self.order.compute
+        hops = tuple(hop.unpaced for hop in told.hops)
+        order = replace(order, plan=replace(order.plan, hops=hops))
+        fleet = ThreadFleet(ThreadEdge(place, holds_targets=told.at_home))
+        due = run_interval(self._splitter, order, buffer.kept, fleet, self._probe, lambda: keeps)
+        steps = range(order.first_step, told.next_step)
+        audit(self._splitter, order, steps, told.held, due.held)
 
     def _recover(self, recovery: Recovery, error: LinkError, *, last: bool) -> Interruption:
         """Plan for the devices that answer.
@@ -324,14 +359,18 @@ class RecoveringPipeline:
         missing = self._fleet.missing(list(dict.fromkeys((*ids, *plan.device_ids))))
         lost = tuple(name for name in plan.device_ids if name in missing)
         log.warning("cluster %s: %s", plan.cluster_id, error)
-        quarantined = "" if lost else self._suspect(error, last=last)
-        if quarantined == EDGE:
+        untrue = error.accused if isinstance(error, AuditFailed) else ()
+        blamed = untrue
+        if not (untrue or lost) and (suspect := self._suspect(error, last=last)):
+            blamed = (suspect,)
+        if blamed == (EDGE,):
             if (moved := self._move_edge(error)) is not None:
                 return moved
-            quarantined = ""
-        if quarantined:
-            lost = (quarantined,)
-            log.warning("%s is quarantined: %s", quarantined, self.suspects.quarantined[lost[0]])
+            blamed = ()
+        self.suspects.quarantined |= dict.fromkeys(set(untrue) - {EDGE}, str(error))
+        for name in blamed:
+            log.warning("%s is quarantined: %s", name, self.suspects.quarantined[name])
+        lost = blamed or lost
         self._lost.update(lost)
         if lost:
             edge = {e.device_id for e in recovery.profile.edges if e.id == plan.edge}
@@ -341,9 +380,10 @@ class RecoveringPipeline:
         where = ", ".join(plan.device_ids)
         log.warning("replaying from step %d on %s", self._done, where)
         return Interruption(
-            reason=self.suspects.quarantined.get(quarantined, str(error)),
+            reason=self.suspects.quarantined[blamed[0]] if blamed else str(error),
             lost=lost,
-            quarantined=bool(quarantined),
+            quarantined=bool(blamed),
+            untrue=bool(untrue),
             from_step=self._done,
             noticed_s=noticed_s,
             resumed_s=noticed_s,
@@ -416,6 +456,8 @@ class RecoveringPipeline:
         try:
             return without_lost(plan, remains) or replan(plan, remains)
         except InfeasibleError as short:
+            if isinstance(error, AuditFailed):
+                raise InfeasibleError(f"{error}; {short}") from error
             raise InfeasibleError(self.suspects.explain(str(short))) from error
 
 
@@ -432,6 +474,11 @@ class ReplayBuffer:
         self._limit = limit or math.inf
         self._kept: list[Batch] = []
         self._given = 0  # of the last replay
+
+    @property
+    def kept(self) -> tuple[Batch, ...]:
+        """The batches of the interval, as far as they were given."""
+        return tuple(self._kept)
 
     def has_next(self) -> bool:
         """Whether there is a batch behind those that were taken."""

@@ -152,7 +152,8 @@ class RemoteFleet:
                 stack.callback(first_links[-1].close)
             link = fan_of(first_links, ALONE)
             try:
-                yield OpenChain(link, partial(self.collect, link, sessions), targets)
+                collect = partial(self.collect, link, sessions)
+                yield OpenChain(link, collect, targets, routes.links)
             except BaseException as error:
                 link.close(str(error) or type(error).__name__)
                 raise

@@ -201,6 +201,13 @@ class EdgeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrustConfig:
+    """How far a cluster believes its devices."""
+
+    audit_share: float = key(0.0, between(0, 1))  # of replay intervals, see `cluster.audit`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
     """The check on unseen examples after a round."""
 
@@ -235,6 +242,7 @@ class AppConfig:
     edge: EdgeConfig = inline(EdgeConfig(), table="edge")
     privacy: PrivacyConfig = inline(PrivacyConfig(), table="privacy")
     noise: NoiseConfig = inline(NoiseConfig(), table="privacy")
+    trust: TrustConfig = inline(TrustConfig(), table="trust")
     evaluation: EvaluationConfig = inline(EvaluationConfig(), table="evaluation")
     reporting: ReportingConfig = inline(ReportingConfig(), table="reporting")
 
@@ -249,12 +257,27 @@ class AppConfig:
                 f"links.updates={self.links.updates} has no effect with runtime=whole, whose "
                 "clusters reply exactly: leave it out, or set runtime=pipeline"
             )
+        if self.trust.audit_share:
+            self._check_audits()
         if self.noise.active:
             self._check_noise()
         if not (self.data.tokenizer or self.model.pretrained):
             raise ConfigError(
                 "data.tokenizer is empty, which means that of model.pretrained, but that is empty, "
                 'too: write "train", a name or a directory'
+            )
+
+    def _check_audits(self) -> None:
+        share = f"trust.audit-share={self.trust.audit_share:g}"
+        if self.run.runtime == "whole":
+            raise ConfigError(
+                f"{share} has no effect with runtime=whole, in which no device computes: leave it "
+                "out, or set runtime=pipeline"
+            )
+        if self.scheduler.settings.replicas:
+            raise ConfigError(
+                f"{share} cannot tell replicas of a stage apart: leave it out, or set "
+                "scheduler.replicas=false"
             )
 
     def _check_noise(self) -> None:

@@ -129,6 +129,17 @@ class MemberSilent(MemberFailed, LinkTimeout):
     """The neighbour of a stage that did not send in time."""
 
 
+class AuditFailed(LinkError):
+    """Members of a chain that said what is not so; of two, one did."""
+
+    def __init__(self, accused: tuple[str, ...], why: str) -> None:
+        super().__init__(accused, why)
+        self.accused, self.why = accused, why
+
+    def __str__(self) -> str:
+        return self.why
+
+
 class NotFinite(ModelError):
     """A pass that made finite numbers infinite or NaN."""
 

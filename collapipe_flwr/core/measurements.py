@@ -23,6 +23,7 @@ from collapipe_flwr.core.wire import carried_bit_per_s
 MOST_STEPS = 2**20  # of one round
 _FEW = bounds.most_entries(MOST_DEVICES)
 D2D, D2E = "d2d", "d2e"
+MOST_NOTES = 20_000  # of one stage, for an audit
 MOST_SPANS = 10_000  # of one stage: a report must fit into a message
 WORK_NAMES = {  # of spans in a timeline, by kind of work
     "forward": "F",
@@ -59,7 +60,8 @@ class StageMeasurement:
     squares of their weights (labels), whose sums are `small_squares` and `big_squares`;
     `small_weight` and `big_weight` are the sums of the weights themselves. Only the first replica
     of a stage has small ones and norms. `peak_tensor_bytes` is by `MemoryMeter`. `spans` are
-    recorded on request; the sum of two reports keeps the first `MOST_SPANS`.
+    recorded on request; the sum of two reports keeps the first `MOST_SPANS`. `notes` and `rounding`
+    are for audits (`pipeline.notes`), and leave the cluster in no report.
     """
 
     name: bounds.Name
@@ -83,6 +85,10 @@ class StageMeasurement:
     big_weight: bounds.Labels = 0.0
     big_squares: bounds.Labels = 0.0
     spans: Annotated[tuple[Span, ...], bounds.most_entries(MOST_SPANS)] = ()
+    notes: Annotated[Mapping[str, bounds.Text], bounds.most_entries(MOST_NOTES)] = field(
+        default_factory=dict
+    )
+    rounding: bounds.Sentence = ""
 
     def __add__(self, later: StageMeasurement) -> StageMeasurement:
         """Join two intervals of the same stage."""
@@ -98,6 +104,8 @@ class StageMeasurement:
             elif name == "energy_j":
                 known = mine is not None and theirs is not None
                 joint[name] = mine + theirs if known else None
+            elif name in ("notes", "rounding"):  # of an interval, whose audit is over
+                joint[name] = theirs
             elif name == "spans":
                 joint[name] = (mine + theirs)[:MOST_SPANS]
             else:
@@ -148,6 +156,7 @@ class ClusterMeasurement:
     quarantined: Annotated[Mapping[bounds.Name, bounds.Sentence], _FEW] = field(
         default_factory=dict
     )  # what each did wrong
+    untrue: Annotated[tuple[bounds.Name, ...], _FEW] = ()  # of those, found by audits
     lost: Annotated[tuple[bounds.Name, ...], _FEW] = ()  # devices that died, back or not
     profile: ClusterProfile | None = None  # of machines, at the end: devices join and are removed
     epsilon: bounds.MaybeHuge | None = None  # that the cluster's examples have spent in the run

@@ -123,6 +123,7 @@ class StageConfig:
     execution: Execution = field(default_factory=Execution)
     turn: ReplicaIndex = ALONE
     privacy: ExamplePrivacy | None = None  # of training; None: gradients are as they are
+    audited: bool = False  # its report has `FrameNotes`
 
     def __post_init__(self) -> None:
         if self.seed is not None and not 0 <= self.seed < MOST_SEED:

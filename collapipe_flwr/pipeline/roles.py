@@ -35,6 +35,7 @@ from collapipe_flwr.pipeline.link import (
     context_of,
     needs_gradient,
 )
+from collapipe_flwr.pipeline.notes import TAKEN
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.soundness import describe_odd
 from collapipe_flwr.pipeline.stage import Stage
@@ -263,6 +264,7 @@ class _Follower(Stage):
                 raise ProtocolError(
                     f"{self.upstream.peer} sent {frame.kind.name} between two steps"
                 )
+        self._note(TAKEN, self.upstream, frame)
         return frame
 
     def _relay(self, frame: Frame) -> None:

@@ -46,6 +46,7 @@ from collapipe_flwr.pipeline.link import (
     needs_gradient,
 )
 from collapipe_flwr.pipeline.meter import MemoryMeter, Recorder, square_norm
+from collapipe_flwr.pipeline.notes import GIVEN, TAKEN, FrameNotes, rounding_of
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.private_gradients import PrivateGradients
 from collapipe_flwr.pipeline.randomness import SeededRandomness
@@ -108,6 +109,7 @@ class Stage(ABC):
         self._private = None
         if settings.privacy is not None:
             self._private = PrivateGradients(part, optimizer.by_name, settings.privacy)
+        self._notes = FrameNotes() if settings.audited else None
         self._note_fixed()
 
     # -- the three places differ in these ---------------------------------------------------
@@ -183,6 +185,8 @@ class Stage(ABC):
             sent_beside_bytes=self.siblings.sent_bytes if self.siblings else 0,
             peak_tensor_bytes=self.memory.peak_bytes,
             spans=tuple(self.recorder.spans),
+            notes=self._notes.notes() if self._notes else {},
+            rounding=rounding_of(self.place) if self._notes else "",
         )
 
     @contextmanager
@@ -424,6 +428,7 @@ class Stage(ABC):
         """
         self._sent.append(frame)
         frame = _with_tensors(frame, bring_home(frame.tensors))
+        self._note(GIVEN, link, frame)
         with self._blame(link), self.recorder.span("send", frame.step, frame.micro_batch):
             link.send(frame, deadline_s=self.settings.deadline_s)
 
@@ -440,6 +445,7 @@ class Stage(ABC):
                     f"{micro_batch} was due"
                 )
             check_sound(frame, self.settings.name, link, side)
+        self._note(TAKEN, link if side == MemberFailed.DOWNSTREAM else self.upstream, frame)
         return frame
 
     def _get(self, link: Link, kind: FrameKind, step: int, number: int) -> Frame:
@@ -455,6 +461,11 @@ class Stage(ABC):
                     f"{link.peer} sent {frame.kind.name} of step {frame.step} with {name} {found:g}"
                 )
         return found
+
+    def _note(self, what: str, link: Link | None, frame: Frame) -> None:
+        """Note a frame for an audit; it came down the chain if it came from upstream."""
+        if self._notes is not None:
+            self._notes.add(what, frame, down=(link is self.upstream) == (what == TAKEN))
 
     def _bring(self, frame: Frame) -> Frame:
         return _with_tensors(frame, bring(frame.tensors, self.place))

@@ -10,9 +10,10 @@ ones is the price of the plan in the world as it truly is (`scheduler.outcomes`)
 do not answer. They are left out of snapshots until it reports them back, so a device that returns
 takes part one round later. A device that answered but was at fault (`cluster.suspects`) would be at
 fault again in the next round, at the price of a replay. It is left out of the next plans, of twice
-as many after every further offence, and then tried again. To die is an offence, too: a device that
-dies of the work itself, as for want of memory, is back by the end of the round. The first time it
-goes unpunished, for most that die are only started again.
+as many after every further offence, and then tried again. One that an audit found is left out of
+`MOST_ROUNDS` at once. To die is an offence, too: a device that dies of the work itself, as for want
+of memory, is back by the end of the round. The first time it goes unpunished, for most that die are
+only started again.
 """
 
 from __future__ import annotations
@@ -58,10 +59,14 @@ Absent = Mapping[str, Collection[str]]  # device ids by cluster id
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
-    """A device that is left out up to round ``until``, after this number of ``offences``."""
+    """A device that is left out up to round ``until``, after this number of ``offences``.
+
+    One that is ``untrue`` was found by an audit.
+    """
 
     until: int
     offences: int = 1
+    untrue: bool = False
 
 
 @dataclass(slots=True)
@@ -99,7 +104,10 @@ class Absence:
             rounds = min(FIRST_ROUNDS * 2 ** min(offences - 1, 30), MOST_ROUNDS)
             if offences == 1 and device_id not in measured.quarantined:
                 rounds = 0
-            found[device_id] = Quarantine(until=server_round + rounds, offences=offences)
+            if untrue := device_id in measured.untrue:
+                rounds = MOST_ROUNDS
+            until = server_round + rounds
+            found[device_id] = Quarantine(until=until, offences=offences, untrue=untrue)
             if not rounds:
                 continue
             log.warning(
@@ -110,11 +118,15 @@ class Absence:
             )
 
     def lift(self, cluster_ids: Collection[str]) -> None:
-        """Use all devices of these clusters next time: without them they cannot take part."""
+        """Use all devices of these clusters next time: without them they cannot take part.
+
+        Those that an audit found stay out.
+        """
         for name in cluster_ids:
             self.absent.pop(name, None)
             for device_id, quarantine in self.quarantines.get(name, {}).items():
-                self.quarantines[name][device_id] = replace(quarantine, until=0)
+                if not quarantine.untrue:
+                    self.quarantines[name][device_id] = replace(quarantine, until=0)
 
 
 def without_absent(snapshot: Snapshot, absent: Absent) -> Snapshot:

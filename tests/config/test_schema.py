@@ -87,6 +87,9 @@ def test_assignments_are_json_where_they_can_be() -> None:
         ({"scheduler.participation-floor": 1.5}, "must lie between 0 and 1, got 1.5"),
         ({"links.updates": "int5"}, "links.updates must be one of fp32, fp16"),
         ({"links.updates": "int8", "runtime": "whole"}, "links.updates=int8 has no effect with"),
+        ({"trust.audit-share": 1.1}, "trust.audit-share must lie between 0 and 1, got 1.1"),
+        ({"trust.audit-share": 0.1, "runtime": "whole"}, "trust.audit-share=0.1 has no effect"),
+        ({"trust.audit-share": 0.1, "scheduler.replicas": True}, "set scheduler.replicas=false"),
     ],
 )
 def test_refusal_names_key_value_and_way_out(values: dict[str, Any], sentence: str) -> None:

@@ -15,7 +15,7 @@ from collapipe_flwr.core.measurements import StageMeasurement
 from collapipe_flwr.federation.client.pipeline_round import build_telemetry as telemetry_of
 from collapipe_flwr.federation.planner import KnownClusters
 from collapipe_flwr.pipeline.offload import LazyMapping
-from collapipe_flwr.scheduler.controller import Absence, without_absent
+from collapipe_flwr.scheduler.controller import MOST_ROUNDS, Absence, without_absent
 from tests.federation.test_planner import NODES, closed, rounds, told, weights
 from tests.rounds import Cut
 
@@ -187,6 +187,7 @@ def test_a_device_that_died_once_and_then_worked_has_no_offence():
 def test_a_control_unit_tells_who_was_lost_and_who_was_at_fault():
     incident = Interruption(reason="", lost=("A/d1",), from_step=0, noticed_s=0.0, resumed_s=1.0)
     at_fault = replace(incident, lost=("A/d2",), quarantined=True)
+    untrue = replace(at_fault, lost=("A/d0",), untrue=True)
     result = ClusterResult(
         weights=LazyMapping({}),
         losses=(),
@@ -194,12 +195,25 @@ def test_a_control_unit_tells_who_was_lost_and_who_was_at_fault():
         reports=(),
         wall_s=1.0,
         plan=CUT.plan(),
-        incidents=(incident, at_fault),
-        quarantined={"A/d2": "it sent NaN"},
+        incidents=(incident, at_fault, untrue),
+        quarantined={"A/d2": "it sent NaN", "A/d0": "an audit found"},
     )
     batches = SimpleNamespace(examples=1, epochs=1, fresh_examples=0)
     measured = telemetry_of(result, batches, (), wall_s=1.0)
-    assert measured.lost == ("A/d1",) and set(measured.quarantined) == {"A/d2"}
+    assert measured.lost == ("A/d1",) and set(measured.quarantined) == {"A/d2", "A/d0"}
+    assert measured.untrue == ("A/d0",)
+
+
+def test_whom_an_audit_found_is_left_out_for_long_even_where_nothing_else_can_train():
+    absence = Absence()
+    found = {"A/d1": "an audit found", "A/d2": "it sent NaN"}
+    lied = replace(told("A"), reports=(), quarantined=found, untrue=("A/d1",))
+    absence.learn(1, "A", lied)
+    assert set(absence.devices(2)["A"]) == {"A/d1", "A/d2"}
+    absence.lift(["A"])
+    for server_round in (2, 1 + MOST_ROUNDS):
+        assert absence.devices(server_round)["A"] == ("A/d1",)
+    assert absence.devices(2 + MOST_ROUNDS)["A"] == ()
 
 
 def test_a_cluster_that_cannot_do_without_a_device_in_quarantine_is_tried_in_full():

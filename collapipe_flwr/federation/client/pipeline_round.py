@@ -206,6 +206,7 @@ def build_telemetry(
         absent=absent,
         quarantined={name: to_one_line(why) for name, why in result.quarantined.items()},
         lost=tuple(name for each in result.incidents if not each.quarantined for name in each.lost),
+        untrue=tuple(name for each in result.incidents if each.untrue for name in each.lost),
         fresh_examples=batches.fresh_examples,
         prequential_loss=result.probe.loss if batches.fresh_examples else None,
     )

@@ -51,6 +51,7 @@ def learning_settings(config: AppConfig, run_id: str, server_round: int) -> Lear
         labels_at_home=config.privacy.labels_at_home,
         trusted_blocks=config.privacy.trusted_blocks,
         privacy=config.noise,
+        audit_share=config.trust.audit_share,
         updates=config.links.updates,
     )
 
