@@ -145,7 +145,7 @@ def serve(
     ] = False,
     edge: Annotated[bool, Option(help="Also run the edge, if its files are here.")] = True,
     edge_options: Annotated[
-        list[str] | None, Argument(help="Behind --: options of `collapipe edge`.")
+        list[str] | None, Argument(help="After --: options of `collapipe edge`.")
     ] = None,
 ) -> None:
     """Admit new members and send rosters to all, until SIGTERM or Ctrl-C.

@@ -50,7 +50,7 @@ def join(
     again: Annotated[
         bool, Option("--again", help="Join anew with another key, as after a removal.")
     ] = False,
-    options: Annotated[list[str] | None, Argument(help="Behind --: options of the daemon.")] = None,
+    options: Annotated[list[str] | None, Argument(help="After --: options of the daemon.")] = None,
 ) -> None:
     """Join a cluster by a token, and run the member's daemon.
 

@@ -142,7 +142,7 @@ def _draw_order(epoch: int, size: int, seed: int, cluster_id: int) -> Order:
 
 
 def _put_last(begun: Order, order: Order) -> Order:
-    """Move the rows that the round has used in the pass before behind the others."""
+    """Put those rows last that the round has used in the previous pass."""
     again = np.isin(order, begun)
     return np.concatenate([order[~again], order[again]])
 

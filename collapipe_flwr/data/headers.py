@@ -85,7 +85,7 @@ def read_header(path: Path, separator: str, key: str) -> list[str]:
     names = [name or f"Unnamed: {place}" for place, name in enumerate(names)]
     if len(first) > len(names):  # pandas would shift columns
         raise DataError(
-            f'{key} "{path}" has a row with {len(first)} fields behind a first line with '
+            f'{key} "{path}" has a row with {len(first)} fields after a first line with '
             f"{len(names)} names: give every field a name"
         )
     return names

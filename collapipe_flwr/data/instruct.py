@@ -41,7 +41,7 @@ with extra("data"):
 USER, ASSISTANT = "user", "assistant"
 ROLES = ("system", USER, ASSISTANT)
 Message = dict[str, str]  # role, content
-Span = tuple[int, int]  # first, behind the last
+Span = tuple[int, int]  # first, after the last
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKED = "with {% generation %} around what the assistant writes"
 _PAIRS = (("prompt", "", "completion"), ("instruction", "input", "output"))
@@ -223,7 +223,7 @@ class Instruct(CausalLM):
 
 
 def _join(examples: Sequence[Example]) -> Example:
-    """Write examples one behind the other; their first tokens are not targets."""
+    """Write examples one after the other; their first tokens are not targets."""
     labels = ([IGNORED_LABEL, *each["labels"][1:]] for each in examples)
     return {"ids": [*chain(*(each["ids"] for each in examples))], "labels": [*chain(*labels)]}
 

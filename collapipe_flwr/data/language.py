@@ -125,7 +125,7 @@ class MaskedLM(LanguageModel):
 class CausalLM(LanguageModel):
     """Guess every next token of blocks of ``data.max-source-length`` tokens.
 
-    Texts are joined, each with the end token behind it, and cut into blocks; with a
+    Texts are joined, each with the end token after it, and cut into blocks; with a
     ``data.partition-column`` no block holds texts of two of its values.
     """
 

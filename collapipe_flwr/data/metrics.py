@@ -83,7 +83,7 @@ bleu = _make_sacrebleu("BLEU")  # tokens as in 13a
 
 OUTSIDE = "O"
 _PREFIXES = frozenset("BIES")
-Entity = tuple[str, int, int]  # type, first word, word behind the last
+Entity = tuple[str, int, int]  # type, first word, word after the last
 
 
 def find_entities(tags: Sequence[str]) -> set[Entity]:

@@ -91,7 +91,7 @@ class Stream:
         return [self._look(known.get(name, FilePlace(name=name))) for name in order]
 
     def find_end(self) -> StreamPlace:
-        """Return the place behind all rows that can be read now."""
+        """Return the place after all rows that can be read now."""
         return tuple(replace(file, read=len(rows or ())) for file, rows in self.files(()))
 
     def _look(self, before: FilePlace) -> tuple[FilePlace, Dataset | None]:
@@ -105,7 +105,7 @@ class Stream:
             return before, None
         raise DataError(
             f'data.stream "{path}" has changed since {before.read} examples of it were read: put '
-            "it back as it was; new rows belong behind its last line or into a new file"
+            "it back as it was; new rows belong after its last line or into a new file"
         )
 
     def _read(self, path: Path, before: FilePlace) -> tuple[FilePlace, Dataset | None]:

@@ -298,7 +298,7 @@ def run_config(inventory: Inventory, before: str = "") -> str:
     places = {line.partition("=")[0].strip(): at for at, line in enumerate(lines)}
     for name, value in values.items():
         if name not in places:
-            new.append(f"{name} = {value}")  # in front: behind a table's header it would be in it
+            new.append(f"{name} = {value}")  # in front: after a table's header it would be in it
         elif name not in _DEFAULTS:
             lines[places[name]] = f"{name} = {value}"
     text = "".join(f"{line}\n" for line in (*new, *lines))

@@ -52,7 +52,7 @@ class ChatRequest:
 
     generate: GenerateRequest
     stream: bool
-    tell_usage: bool  # behind a stream
+    tell_usage: bool  # after a stream
 
 
 def read_request(body: bytes, model: str) -> ChatRequest:

@@ -253,7 +253,7 @@ def _ignore_some(values: Tensor, given: Tensor, number: int, random: torch.Gener
 
 
 def _put_beyond(values: Tensor, splitter: AnySplitter, batch: Batch) -> Tensor:
-    """Move one position behind the end of the text, which question answering leaves out."""
+    """Move one position beyond the end of the text, which question answering leaves out."""
     inputs = set(batch).difference(splitter.targets_of(batch))
     lengths = [batch[name].shape[1] for name in inputs if batch[name].dim() > 1]
     found = values.clone()

@@ -470,7 +470,7 @@ def _find_owners(
             sides = {"embed": trace.ahead, "head": trace.behind}
             found[key] = {side for side, read in sides.items() if key in read}
         if len(found[key]) > 1 and key not in parameters:
-            raise ModelError(f"the buffer {key!r} is read both before and behind its blocks")
+            raise ModelError(f"the buffer {key!r} is read both before and after its blocks")
     return found
 
 
@@ -481,7 +481,7 @@ def _ids_of(model: nn.Module, key: str, paths: Sequence[str], trace: ModelTrace)
     (name,) = found if len(found) == 1 else {None}
     if name is None or not any(isinstance(holder, nn.Embedding) for holder in holders):
         raise ModelError(
-            f"{key!r} is read both before and behind its blocks, and is not an nn.Embedding of an "
+            f"{key!r} is read both before and after its blocks, and is not an nn.Embedding of an "
             "input's tokens: use two parameters"
         )
     return name

@@ -184,7 +184,7 @@ def _trace(stack: PreTrainedModel, blocks_path: str, spec: ModelSpec) -> ModelTr
             spec, "the hidden states that its blocks read do not begin with examples"
         )
     if both := sorted(trace.ahead & trace.behind):
-        raise make_refusal(spec, f"{both[0]!r} is read both before and behind its blocks")
+        raise make_refusal(spec, f"{both[0]!r} is read both before and after its blocks")
     return trace
 
 

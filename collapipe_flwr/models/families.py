@@ -177,8 +177,8 @@ class Family:
     """How one architecture splits.
 
     ``before`` are the modules that run ahead of the first block, ``after`` those that run in
-    order behind the last, ``shared`` the parameters that every block reads, and ``joined`` a
-    module that runs behind block 0 and also reads that block's input.
+    order after the last, ``shared`` the parameters that every block reads, and ``joined`` a
+    module that runs after block 0 and also reads that block's input.
     """
 
     model_types: tuple[str, ...]

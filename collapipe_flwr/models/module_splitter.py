@@ -2,7 +2,7 @@
 
 The embedding leaves the model's forward where block 0 is called. Segments call their blocks in a
 row. The edge runs the whole forward: ahead of the blocks on zeros of the right shapes, through
-blocks that return the hidden states that came over the network, and behind them on these.
+blocks that return the hidden states that came over the network, and after them on these.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ModuleSplitter(AnySplitter):
         self.drops, self.whole_batches = spec.drops, spec.whole_batches
 
     def context(self, batch: Batch) -> dict[str, Tensor]:
-        """Return all tensors; of inputs that nothing behind the blocks reads, the shapes."""
+        """Return all tensors; of inputs that nothing after the blocks reads, the shapes."""
         hidden = [key for key in self.spec.inputs if key not in self.spec.tail and key in batch]
         found = {key: value for key, value in batch.items() if key not in hidden}
         return {**found, **{SHAPE + key: make_shape_tensor(batch[key]) for key in hidden}}
@@ -191,7 +191,7 @@ class ModuleSegment(Part):
         self._around = around
 
     def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-        """Compute the hidden states behind this segment's last block."""
+        """Compute the hidden states after this segment's last block."""
         arguments = unpack(context, self._template)
         again = self._around and partial(self._keep_buffers, self._around)
         with avoid_fast_path(self.model):

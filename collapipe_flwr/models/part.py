@@ -231,7 +231,7 @@ class LossPart(Part):
 
     @abstractmethod
     def outputs(self, hidden: Tensor, context: Batch) -> Any:
-        """Compute the result of the model's forward from hidden states behind the last device."""
+        """Compute the result of the model's forward from hidden states after the last device."""
 
     def forward(self, hidden: Tensor, context: Batch) -> Tensor:
         """Compute the loss: a scalar, the mean over this batch's own weight (``weight_of``).

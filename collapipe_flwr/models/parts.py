@@ -108,7 +108,7 @@ class SegmentPart(Part):
         self._stack.again = around
 
     def forward(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-        """Compute the hidden states (B, T, D) behind this segment's last block.
+        """Compute the hidden states (B, T, D) after this segment's last block.
 
         ``context`` may hold ``attention_mask`` (B, T), any integer or boolean type, and
         ``position_ids``; other tensors are ignored.

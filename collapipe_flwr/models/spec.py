@@ -240,7 +240,7 @@ class ModuleSpec(_Description):
     training changes.
 
     ``inputs`` are the tensors of a batch that forward takes; ``tail`` those that travel because
-    the head behind the blocks reads them. ``call_json`` describes the arguments of blocks beside
+    the head after the blocks reads them. ``call_json`` describes the arguments of blocks beside
     hidden states, ``results`` is the length of the tuple that they return (0: bare hidden states).
     ``example`` is the shape of one batch. All is found by a trace of the live model.
     """

@@ -51,7 +51,7 @@ class SplitModel(DescribedModel):
     batch of the user's loader: a mapping of tensors, or inputs and labels.
 
     ``blocks`` is the path of the list of blocks. ``embed`` and ``head`` name modules or tensors
-    that belong before and behind it where a trace cannot decide. ``loss(outputs, batch)`` returns
+    that belong before and after it where a trace cannot decide. ``loss(outputs, batch)`` returns
     the mean loss; None is the model's own, or cross entropy. That mean runs over ``weight``:
     "examples", "labels", "shifted-labels" (for a loss that shifts them by one), or the sum of a
     tensor of the batch. If it does not (`decomposition`), or with ``whole_batches``, a batch is one
@@ -309,7 +309,7 @@ def _check_exact(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Te
     if len(found) != len(expected) or not all(map(_close, found, expected)):
         raise ModelError(
             f"{type(model).__name__} cannot be split: its parts compute other numbers than the "
-            "whole model; what runs behind its blocks may read more than their result, or other "
+            "whole model; what runs after its blocks may read more than their result, or other "
             "machines build it with other arguments"
         )
 

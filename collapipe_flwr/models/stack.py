@@ -146,7 +146,7 @@ class Stack:
         context: Mapping[str, Tensor],
         cache: PartCache | None = None,
     ) -> Tensor:
-        """Compute the hidden states (B, T, D) behind the last of these blocks.
+        """Compute the hidden states (B, T, D) after the last of these blocks.
 
         With a ``cache`` they are those of the tokens that come next. Raises ModelError for a model
         type that has none.
@@ -168,7 +168,7 @@ class Stack:
         return hidden_BTD
 
     def finish(self, hidden_BTD: Tensor) -> ModelOutput:
-        """Compute the result of the library's stack from hidden states behind the last block."""
+        """Compute the result of the library's stack from hidden states after the last block."""
         if self.family.inputs is None:
             forward = make_forward(hidden_BTD, self.family.block_results)
             output: ModelOutput = self._replay(hidden_BTD, {}, dict.fromkeys(self.blocks, forward))

@@ -1,7 +1,7 @@
 """Where a model may be cut: one forward pass, every operation watched.
 
 A cut is sound if a block reads nothing of the model but its own tensors, the hidden states of the
-block before it, and arguments; and if the head behind the blocks reads the last hidden states, its
+block before it, and arguments; and if the head after the blocks reads the last hidden states, its
 own tensors, and otherwise only inputs of the batch. The trace proves that, or finds the reason why
 not. It needs no values, so the model's tensors may be fake.
 """
@@ -68,7 +68,7 @@ class ModelTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A record of which parameters, inputs and blocks each tensor of a forward pass comes from.
 
     ``ahead`` and ``behind`` are the keys read there, ``ids_of`` the inputs that tables ahead are
-    looked up with (None: something else), ``tail`` the inputs that are read behind the blocks.
+    looked up with (None: something else), ``tail`` the inputs that are read after the blocks.
     ``template`` and ``results`` say how blocks are called and how long the tuple is that they
     return, ``updated`` which buffers changed, ``drops`` whether random numbers were drawn.
 
@@ -208,7 +208,7 @@ class ModelTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         foreign = [label for label in labels if label[0] != "input"]
         if foreign:
             raise ModelError(
-                f"what runs behind its blocks reads {_source(foreign)}, which is on another "
+                f"what runs after its blocks reads {_source(foreign)}, which is on another "
                 "machine: let it read the last block's result and inputs of the batch only"
             )
         self.tail.update(name for _, name in labels)

@@ -104,7 +104,7 @@ def test_empty_lines_behind_the_header_shift_no_columns(tmp_path: Path, blank: s
     table = load_table(str(path), key="data.train", split="train")
     assert (table["text"][:], table["label"][:]) == (["a", "b"], ["x", "y"])
     path.write_text(f"text,label\n{blank}a,x,more\nb,y,more\n", newline="")
-    with pytest.raises(DataError, match="a row with 3 fields behind a first line with 2 names"):
+    with pytest.raises(DataError, match="a row with 3 fields after a first line with 2 names"):
         load_table(str(path), key="data.train", split="train")
 
 
@@ -229,7 +229,7 @@ DAMAGED = DAMAGED[:10] + b"\xff" + DAMAGED[11:]  # the first byte behind the hea
         (
             "long.csv",
             b"text,label\n" + b"x,hello,a\n" * 3,
-            "3 fields behind a first line with 2 names",
+            "3 fields after a first line with 2 names",
         ),
         ("headonly.csv", b"a,b\n", "it has no rows"),
         ("broken.jsonl", b"{]\n", "could not be loaded"),

@@ -182,5 +182,5 @@ def test_a_model_whose_end_reads_its_beginning_is_refused(monkeypatch: Any) -> N
         return output
 
     monkeypatch.setattr(modeling_electra.ElectraEncoder, "forward", skip_ahead)
-    with pytest.raises(ModelError, match=r"runs behind its blocks reads .*on another machine"):
+    with pytest.raises(ModelError, match=r"runs after its blocks reads .*on another machine"):
         make_spec("masked-lm", model_type="electra", overrides={"num_hidden_layers": 2})
