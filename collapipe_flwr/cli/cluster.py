@@ -239,7 +239,9 @@ def remove(
         typer.echo(f"{member} is not a member of {config.id} any more")
     for name, fault in faults.items():
         if fault and name != member:
-            typer.echo(f"{name} will hear of it from `collapipe cluster serve`: {fault}")
+            typer.echo(
+                f"{name} cannot be told now; `collapipe cluster serve` will do that ({fault})"
+            )
 
 
 def check(
@@ -324,7 +326,7 @@ def _find_host() -> str:
     host = find_own_host()
     if host == "127.0.0.1":
         raise ConfigError(
-            "no network route tells by which address boards reach this machine: give --address "
+            "no network route shows the address at which boards reach this machine: give --address "
             "HOST (127.0.0.1 if all members are on this machine)"
         )
     return host

@@ -218,7 +218,7 @@ def show(deployed: Deployment, console: Console) -> None:
         show_measurements(check, console)
     table = number_table(
         f"deployment of {', '.join(deployed.inventory.clusters)}",
-        ("machine", "host", "came to"),
+        ("machine", "host", "result"),
         (),
     )
     for machine in deployed.inventory.machines:
@@ -239,7 +239,7 @@ def show(deployed: Deployment, console: Console) -> None:
         )
     outcomes = {result.outcome for result in deployed.results}
     if outcomes <= {Outcome.KEPT}:
-        console.print("nothing was changed: all of it was done already", style="green")
+        console.print("nothing to do: everything was done already", style="green")
 
 
 def summarise(deployed: Deployment, machine: Machine) -> Text:

@@ -290,7 +290,7 @@ def _restart_service(service: UnitSettings) -> SshStep:
     host, _, port = service.address.rpartition(":")
     place = quote(f"/dev/tcp/{host.strip('[]')}/{port}")
     listens = f"(exec 3<> {place})" if port else "sleep 1"
-    fault = "it does not run" + (f" or not listen on {service.address}" if port else "")
+    fault = "it does not run" + (f", or does not listen on {service.address}" if port else "")
     return SshStep(
         name=f"service {unit}",
         test=f"{state}systemctl is-active --quiet {unit} && systemctl is-enabled --quiet {unit} "

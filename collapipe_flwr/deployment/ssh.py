@@ -111,7 +111,7 @@ def read_results(text: str, machine: str, steps: Sequence[SshStep]) -> list[Resu
     failed = any(result.outcome is Outcome.FAILED for result in found)
     if not failed and len(found) < len(steps):
         missing = steps[len(found)].name
-        raise LinkError(f"it broke off at {missing!r}: deploy again, which goes on from there")
+        raise LinkError(f"it stopped at {missing!r}: deploy again, which goes on from there")
     return found
 
 
@@ -175,10 +175,10 @@ def _explain(machine: Machine, code: int, said: str) -> str:
             "and compare it, or repeat with --accept-new"
         )
     if "Permission denied" in said:
-        return f"{where} does not let this user in: bring your key there (`ssh-copy-id {where}`)"
+        return f"{where} refuses this user: copy your key there (`ssh-copy-id {where}`)"
     if "a password is required" in said or "terminal is required" in said:
         return (
-            f'sudo asks for a password on {host}: allow it without (`echo "$USER ALL=(ALL) '
+            f'sudo asks for a password on {host}: let it run without (`echo "$USER ALL=(ALL) '
             'NOPASSWD: ALL" | sudo tee /etc/sudoers.d/collapipe` there), or deploy as root'
         )
     if "No space left on device" in said:

@@ -89,7 +89,7 @@ def follow(config: ClusterConfig, listen: str, say: Callable[[str], object]) -> 
     with stop_on_signals() as stop:
 
         def leave(why: str) -> None:
-            say(f"{why}: nothing is brought here any more")
+            say(f"{why}: this cluster file is not updated any more")
             stop.set()
 
         rosters.on_removed = leave

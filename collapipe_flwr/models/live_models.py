@@ -107,9 +107,9 @@ def describe_adapters(model: Any) -> dict[str, str]:
     source = str(getattr(model.base_model.model, "name_or_path", "") or "")
     if not source:
         raise ModelError(
-            f"the base of this {type(model).__name__} was loaded from nowhere, but every machine "
-            "reads its part of it: call base.save_pretrained(FOLDER) ahead of get_peft_model, and "
-            "load it by from_pretrained(FOLDER)"
+            f"the base of this {type(model).__name__} was not loaded from a folder or the hub, "
+            "where every machine reads its part of it: call base.save_pretrained(FOLDER) ahead of "
+            "get_peft_model, and load it by from_pretrained(FOLDER)"
         )
     if Path(source).is_dir():
         source = str(Path(source).resolve())

@@ -106,7 +106,7 @@ def test_an_action_cannot_swallow_the_script() -> None:
 
 def test_a_script_that_broke_off_is_no_success() -> None:
     steps = [SshStep(name=n, test="false", action="true") for n in ("one", "two")]
-    with pytest.raises(LinkError, match="broke off at 'two': deploy again"):
+    with pytest.raises(LinkError, match="stopped at 'two': deploy again"):
         read_results("did\tone\t\n", "pi-1", steps)
 
 

@@ -83,7 +83,7 @@ def test_machines_become_a_cluster_whatever_fails_on_the_way(tmp_path: Path) -> 
         write_inventory(site, with_bad=False)
         code, said = site.run(LAPTOP, "collapipe deploy boards.toml")
         assert code == 0, said
-        assert "nothing was changed" in said and "mend" not in said
+        assert "nothing to do: everything" in said and "mend" not in said
         assert {where: site.pid(*where) for where in SERVICES} == before
 
 
@@ -115,7 +115,7 @@ def test_several_clusters_of_one_inventory_share_an_edge_and_train(tmp_path: Pat
         before = {where: site.pid(*where) for where in services}
         assert all(before.values()), before
         code, said = site.run(LAPTOP, "collapipe deploy boards.toml")
-        assert code == 0 and "nothing was changed" in said, said
+        assert code == 0 and "nothing to do: everything" in said, said
         assert {where: site.pid(*where) for where in services} == before
         run = {key: value for key, value in RUN.items() if "share" not in key}
         with site.home("greenhouse-workshop-run/boards.toml").open("a") as config:
