@@ -299,7 +299,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         r"with trainable_token_indices of LoraConfig, which reads more",
     ),
     "pissa": (lambda b: adapted(b, init_lora_weights="pissa"), r"is not that of"),
-    "from nowhere": (from_nowhere, r"loaded from nowhere, .*save_pretrained\(FOLDER\) ahead"),
+    "from nowhere": (from_nowhere, r"not loaded from a folder .*save_pretrained\(FOLDER\) ahead"),
     "injected": (injected, r"a lora\.Linear|pass what get_peft_model"),
     "module": (of_a_module, r"models of transformers only, .*merge_and_unload"),
     "half": (half, r"in float32, .*pass model\.float"),

@@ -384,7 +384,7 @@ def test_what_a_head_on_a_librarys_body_keeps_from_learning_stays() -> None:
     ("kind", "reason"),
     [
         (own_models.Skips, r"after its blocks reads a tensor made from 'conv_proj\.bias'"),
-        (own_models.CollectsStates, "behind its blocks reads the result of block 0"),
+        (own_models.CollectsStates, "after its blocks reads the result of block 0"),
         (own_models.Repeats, "are one parameter, and blocks may share none"),
         (own_models.SharesHalf, "are one parameter, and blocks may share none"),
         (own_models.Decides, "branches on values of the batch"),
