@@ -13,10 +13,11 @@ from benchmarks.rounds.metered import Meter
 from collapipe_flwr.core.errors import ConfigError
 
 
-def busy(cpu_s: float) -> None:
+def busy(cpu_s: float) -> float:
     until_s = time.thread_time() + cpu_s
-    while time.thread_time() < until_s:
+    while (now_s := time.thread_time()) < until_s:
         pass
+    return now_s
 
 
 def spend(meter: Meter, within: str) -> None:
@@ -42,7 +43,8 @@ def test_threads_add_up_and_what_waits_costs_nothing():
     threads = [threading.Thread(target=spend, args=(meter, "stage loop")) for _ in range(2)]
     for thread in threads:
         thread.start()
-    meter.timed("streams", lambda: [thread.join() for thread in threads])()
+    for thread in threads:
+        meter.timed("streams", thread.join)()
     assert meter.cpu_s["frames"] >= 0.06 and meter.cpu_s["streams"] < 0.02
 
 
