@@ -30,7 +30,6 @@ def test_every_recorded_curve_is_shown_and_every_picture_is_there() -> None:
     [
         ("online.md", "online-drift", "benchmarks/online_drift.py"),
         ("results-failures.md", "late-updates", "benchmarks/late_updates.py"),
-        ("recovery.md", "audits", "benchmarks/audits.py"),
         ("choosing.md", "trusted-depth", "benchmarks/trusted_depth.py"),
     ],
 )
