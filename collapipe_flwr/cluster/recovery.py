@@ -20,14 +20,12 @@ are sent to the control unit and back.
 from __future__ import annotations
 
 import logging
-import math
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from typing import TypeVar
 
 from collapipe_flwr.cluster.audit import audit, check_audited, check_room
@@ -35,6 +33,7 @@ from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, gene
 from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import CONTROL_UNIT, EDGE, Segments, TrainingOrder
+from collapipe_flwr.cluster.replay_buffer import Batch, ReplayBuffer
 from collapipe_flwr.cluster.suspects import Suspects
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, EdgeProfile, ModelProfile
 from collapipe_flwr.core.errors import (
@@ -57,14 +56,13 @@ from collapipe_flwr.pipeline.offload import LazyMapping
 from collapipe_flwr.pipeline.roles import FirstStage
 from collapipe_flwr.pipeline.soundness import describe_implausible
 from collapipe_flwr.pipeline.state import PartState
-from collapipe_flwr.pipeline.step import MicroBatch, StepResult
+from collapipe_flwr.pipeline.step import StepResult
 from collapipe_flwr.scheduler.plans import check_privacy
 from collapipe_flwr.scheduler.refusal import compared
 from collapipe_flwr.scheduler.replan import ReplanInput, replan, with_head, without_lost
 
 log = logging.getLogger(__name__)
 _draw = random.SystemRandom()  # which nobody can foresee
-Batch = Sequence[MicroBatch]
 Result = TypeVar("Result")
 MOST_REPLAYS = 2  # of one interval without losing a device: the failure is not transient then
 
@@ -459,51 +457,3 @@ class RecoveringPipeline:
             if isinstance(error, AuditFailed):
                 raise InfeasibleError(f"{error}; {short}") from error
             raise InfeasibleError(self.suspects.explain(str(short))) from error
-
-
-class ReplayBuffer:
-    """The batches of a round; those of one interval are kept to be replayed.
-
-    ``limit`` is the number of batches of an interval; 0: all.
-    """
-
-    def __init__(self, batches: Iterable[Batch], limit: int) -> None:
-        self.first_done_s = 0.0  # end of the first step of the last replay
-        self._source = iter(batches)
-        self._next: Batch | None = None
-        self._limit = limit or math.inf
-        self._kept: list[Batch] = []
-        self._given = 0  # of the last replay
-
-    @property
-    def kept(self) -> tuple[Batch, ...]:
-        """The batches of the interval, as far as they were given."""
-        return tuple(self._kept)
-
-    def has_next(self) -> bool:
-        """Whether there is a batch behind those that were taken."""
-        if self._next is None:
-            self._next = next(self._source, None)
-        return self._next is not None
-
-    @property
-    def past_first(self) -> bool:
-        """Whether the last replay has given more than one batch."""
-        return self._given > 1
-
-    def begin(self) -> None:
-        self._kept = []
-
-    def replay(self) -> Iterator[Batch]:
-        """Yield the interval's batches from the first one on, taking new ones as needed."""
-        for index in count():
-            if index == 1:
-                self.first_done_s = time.monotonic()
-            if index == len(self._kept) and index < self._limit and self.has_next():
-                assert self._next is not None
-                self._kept.append(self._next)
-                self._next = None
-            if index == len(self._kept):
-                return
-            self._given = index + 1
-            yield self._kept[index]
