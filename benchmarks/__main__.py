@@ -165,6 +165,27 @@ def bench_round_anatomy(
     run_anatomy([name.strip() for name in models.split(",")], rounds, json_file)
 
 
+@app.command("privacy")
+def bench_privacy(
+    studies: Annotated[str, typer.Option(help="Which studies.")] = "banking77,instructions",
+    data: Annotated[Path, typer.Option(help="Folder of data sets, see docs/privacy.md.")] = Path(
+        "data"
+    ),
+    smollm2: Annotated[Path, typer.Option(help="Checkpoint by `collapipe convert`.")] = Path(
+        "smollm2"
+    ),
+    at_most: Annotated[
+        float, typer.Option(help="Share of tokens read to find a depth for.", min=0.0, max=1.0)
+    ] = 0.5,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+) -> None:
+    """Attack frames and updates of real trainings: what devices, edge and server read."""
+    from benchmarks.privacy.report import run_privacy_bench
+    from benchmarks.privacy.study import read_studies
+
+    run_privacy_bench(read_studies(studies, data, smollm2), at_most, json_file)
+
+
 @app.command("demo")
 def bench_demo(
     project: Annotated[Path, typer.Argument(help="Folder of the Flower app.")] = Path("."),

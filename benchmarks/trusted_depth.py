@@ -72,9 +72,10 @@ def trusting(cluster: ClusterSnapshot, blocks: int) -> ClusterSnapshot:
     return replace(cluster, profile=profile)
 
 
-def seconds(setting: Setting, blocks: int, place: Place, seed: int, rounds: int) -> float | None:
+def seconds(
+    setting: Setting, model: ModelProfile, blocks: int, place: Place, seed: int
+) -> float | None:
     """The mean of some rounds; None where no plan fits."""
-    model = setting.model.profile()
     world = setting.world(seed, model)
     scheduler = make_scheduler("dssda", setting.settings)
     controller, taken_s = RoundController(scheduler, setting.settings), []
@@ -84,7 +85,7 @@ def seconds(setting: Setting, blocks: int, place: Place, seed: int, rounds: int)
         placed = (place(trusting(cluster, blocks), model) for cluster in snapshot.clusters)
         return replace(snapshot, clusters=tuple(placed))
 
-    for index in range(1, rounds + 1):
+    for index in range(1, ROUNDS + 1):
         snapshot = seen(index)
         try:
             plan = controller.plan(snapshot)
@@ -95,9 +96,9 @@ def seconds(setting: Setting, blocks: int, place: Place, seed: int, rounds: int)
     return fmean(taken_s)
 
 
-def cell(setting: Setting, where: str, blocks: int) -> float | None:
+def cell(setting: Setting, model: ModelProfile, where: str, blocks: int) -> float | None:
     """`seconds` by the place's name, the mean of all seeds; None where one has no plan."""
-    found = [seconds(setting, blocks, PLACES[where], seed, ROUNDS) for seed in SEEDS]
+    found = [seconds(setting, model, blocks, PLACES[where], seed) for seed in SEEDS]
     return None if None in found else fmean(each for each in found if each is not None)
 
 
@@ -106,7 +107,7 @@ def measured(settings: dict[str, Setting], pool: Executor) -> dict[str, Any]:
     begun = {
         name: {
             where: {
-                str(blocks): pool.submit(cell, setting, where, blocks)
+                str(blocks): pool.submit(cell, setting, setting.model.profile(), where, blocks)
                 for blocks in range(setting.model.blocks + 1)
             }
             for where in PLACES

@@ -1,0 +1,1 @@
+"""What members of a deployment can read of training data, by attacks on recorded frames."""

