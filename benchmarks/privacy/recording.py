@@ -84,8 +84,8 @@ def record(study: Study, splitter: Splitter, batches: list[Batch]) -> Recording:
         link = taps[-1]
         if len(taps) == len(order.plan.segments):
             taps.append(_Tap(downstream))
-            downstream = taps[-1]  # type: ignore[assignment]
-        return MiddleStage(*parts, upstream=link, downstream=downstream, **more)  # type: ignore[arg-type]
+            downstream = taps[-1]
+        return MiddleStage(*parts, upstream=link, downstream=downstream, **more)
 
     steps = [[micro_batch(splitter, batch)] for batch in batches]
     result = train_round(splitter, order, steps, ThreadFleet(ThreadEdge(), tapped))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -95,7 +96,7 @@ def _control(name: str, value: float, least: float, most: float) -> Json:
 
 def _below(commonest: float, count: int) -> float:
     """What always naming the commonest one gets, with room for chance."""
-    return commonest + _DEVIATIONS * (commonest * (1 - commonest) / count) ** 0.5
+    return commonest + _DEVIATIONS * math.sqrt(commonest * (1 - commonest) / count)
 
 
 def _seconds(splitter: Splitter, study: Study) -> dict[str, dict[int, float | None]]:

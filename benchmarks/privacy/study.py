@@ -74,7 +74,6 @@ class Study:
         """The model from the public checkpoint, trained in full or by adapters."""
         lora = LoraConfig(rank=self.sizes.rank) if adapted else None
         labels = dict(enumerate(self.task.labels)) or None
-        labelled = {"id2label": labels, "num_labels": len(labels)} if labels else {}
         off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} if labels else {}
         return Splitter(
             make_spec(
@@ -82,7 +81,8 @@ class Study:
                 pretrained=self.checkpoint,
                 overrides=off,
                 lora=lora,
-                **labelled,
+                id2label=labels,
+                num_labels=None if labels is None else len(labels),
             )
         )
 

@@ -22,6 +22,7 @@ CODECS = ("fp32", "fp16", "int8", "int4")
 _ROWS = 256  # tokens at a time
 _FOREIGN = 1500  # tokens of the vocabulary that public text lacks, in the inverter's loss
 _RIDGE = 100.0
+_INNER = 512  # units of the inverter's network
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Read:
 def nearest(found: Tensor, table: Tensor) -> Tensor:
     """The tokens (N,) whose embeddings have the largest cosine with (N, D)."""
     rows = functional.normalize(table, dim=1)
-    return torch.cat([(some @ rows.T).argmax(1) for some in found.split(_ROWS)])
+    return torch.cat([(some @ rows.T).argmax(1) for some in torch.split(found, _ROWS)])
 
 
 class Inverter(nn.Module):
@@ -66,9 +67,8 @@ class Inverter(nn.Module):
         torch.manual_seed(SEED)
         self.table = functional.normalize(table, dim=1)
         self.linear = nn.Linear(width, table.shape[1])
-        self.network = nn.Sequential(
-            nn.Linear(width, 512), nn.GELU(), nn.Linear(512, table.shape[1])
-        )
+        self.narrow = nn.Linear(_INNER, table.shape[1])
+        self.network = nn.Sequential(nn.Linear(width, _INNER), nn.GELU(), self.narrow)
         self.sharpness = nn.Parameter(torch.tensor(20.0))
         self.mean, self.spread = torch.zeros(width), torch.ones(width)
 
@@ -84,7 +84,8 @@ class Inverter(nn.Module):
     @torch.no_grad()
     def propose(self, hidden: Tensor, count: int) -> Tensor:
         """The likeliest tokens (N, count), the best first."""
-        return (self(hidden) @ self.table.T).topk(count, dim=1).indices
+        scores: Tensor = self(hidden) @ self.table.T
+        return scores.topk(count, dim=1).indices
 
     def fit(self, public: Read, passes: int) -> Inverter:
         """Begin with ridge regression, go on with cross-entropy by cosines."""
@@ -96,9 +97,9 @@ class Inverter(nn.Module):
         with torch.no_grad():
             self.linear.weight.copy_(solved[:-1].T)
             self.linear.bias.copy_(solved[-1])
-            self.network[2].weight.zero_()
-            self.network[2].bias.zero_()
-        known, target = public.tokens.unique(return_inverse=True)
+            self.narrow.weight.zero_()
+            self.narrow.bias.zero_()
+        known, target = torch.unique(public.tokens, return_inverse=True)
         foreign = torch.ones(len(self.table), dtype=torch.bool)
         foreign[known] = False
         others = foreign.nonzero().flatten()
@@ -106,10 +107,10 @@ class Inverter(nn.Module):
         table = self.table[torch.cat([known, chosen])]
         optimizer = torch.optim.Adam(self.parameters(), 1e-3)
         for _ in range(passes):
-            for some in torch.randperm(len(target)).split(_ROWS):
+            for some in torch.split(torch.randperm(len(target)), _ROWS):
                 scores = self.sharpness * self(public.hidden[some]) @ table.T
                 optimizer.zero_grad()
-                functional.cross_entropy(scores, target[some]).backward()
+                torch.autograd.backward(functional.cross_entropy(scores, target[some]))
                 optimizer.step()
         return self
 
@@ -148,7 +149,7 @@ class Search:
         seen[before:, before:] = torch.eye(count, dtype=torch.bool)
         mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
         places = torch.cat([torch.arange(before), torch.full((count,), before)])
-        states = self._body(
+        states: Tensor = self._body(
             input_ids=torch.cat([found, candidates])[None],
             attention_mask=mask[None, None],
             position_ids=places[None],
@@ -208,7 +209,7 @@ def attack_tokens(study: Study, splitter: Splitter, seen: Recording) -> TokenAtt
     controls["planted"] = reads(planted, deepest.planted(table))
     controls["shuffled"] = reads(shuffled, deepest)
     controls["untrained"] = reads(Inverter(width, table), deepest)
-    counts = deepest.tokens.unique(return_counts=True)[1]
+    counts = deepest.tokens.bincount()
     return TokenAttacks(
         rates=rates,
         controls=controls,

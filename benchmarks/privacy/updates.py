@@ -5,6 +5,7 @@ Gradients are those that devices see, updates those that the server does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -92,9 +93,9 @@ def read_next_tokens(splitter: Splitter, seen: Recording) -> Labels:
         wanted.append(following[mask])
     states, labels = torch.cat(found), torch.cat(wanted)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SEED))
-    named = torch.cat([(some @ rows.T).argmin(1) for some in states.split(256)])
-    planted = torch.cat([(some @ rows.T).argmin(1) for some in (-rows[labels]).split(256)])
-    counts = labels.unique(return_counts=True)[1]
+    named = torch.cat([(some @ rows.T).argmin(1) for some in torch.split(states, 256)])
+    planted = torch.cat([(some @ rows.T).argmin(1) for some in torch.split(-rows[labels], 256)])
+    counts = labels.bincount()
     return Labels(
         gradients={depth: share(named, labels)},
         hidden={},
@@ -169,7 +170,7 @@ def area(higher: Tensor, lower: Tensor, pairs: Tensor | None = None) -> float:
 
 def _deviation(ours: int, theirs: int) -> float:
     """The standard deviation of an area where nothing is to be found (Mann and Whitney, 1947)."""
-    return ((ours + theirs + 1) / (12 * ours * theirs)) ** 0.5
+    return math.sqrt((ours + theirs + 1) / (12 * ours * theirs))
 
 
 def _area_of_labels(labels: Sequence[Tensor], outside: Tensor) -> float:
@@ -204,7 +205,9 @@ def _own_tokens(
     """Tokens that one side has and the other has not."""
     batches = [*members, *others]
     ids = [batch["input_ids"][mask] for batch, mask in zip(batches, content, strict=True)]
-    ours, theirs = torch.cat(ids[: len(members)]).unique(), torch.cat(ids[len(members) :]).unique()
+    ours, theirs = (
+        torch.unique(torch.cat(each)) for each in (ids[: len(members)], ids[len(members) :])
+    )
     return ours[~torch.isin(ours, theirs)], theirs[~torch.isin(theirs, ours)]
 
 
@@ -215,11 +218,10 @@ def _word_scores(splitter: Splitter, seen: Recording, tokens: Tensor) -> Tensor:
     own examples' inputs most: it is the energy that they add where the token is the only one.
     """
     if splitter.spec.lora is None:
-        tables = [
-            splitter.build_whole(weights).get_input_embeddings().weight.detach()
-            for weights in (seen.before, seen.after)
-        ]
-        return (tables[1] - tables[0])[tokens].norm(dim=1)
+        before, after = (
+            _table(splitter.build_whole(weights)) for weights in (seen.before, seen.after)
+        )
+        return (after - before)[tokens].norm(dim=1)
     embedding, segment = (
         splitter.build_embedding(seen.after),
         splitter.build_segment(0, 1, seen.after),
@@ -234,7 +236,12 @@ def _word_scores(splitter: Splitter, seen: Recording, tokens: Tensor) -> Tensor:
         for module in _adapters(segment):
             hooks.enter_context(module.register_forward_hook(add))
         segment(*splitter.embed(embedding, seen.after, batch))
-    return torch.stack(energy).sum(0)
+    return sum(energy, torch.zeros(len(tokens)))
+
+
+def _table(model: Any) -> Tensor:
+    table: Tensor = model.get_input_embeddings().weight
+    return table.detach()
 
 
 def _adapters(segment: nn.Module) -> Iterator[nn.Module]:
