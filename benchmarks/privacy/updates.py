@@ -221,7 +221,7 @@ def _word_scores(splitter: Splitter, seen: Recording, tokens: Tensor) -> Tensor:
         before, after = (
             _table(splitter.build_whole(weights)) for weights in (seen.before, seen.after)
         )
-        return (after - before)[tokens].norm(dim=1)
+        return torch.linalg.vector_norm((after - before)[tokens], dim=1)
     embedding, segment = (
         splitter.build_embedding(seen.after),
         splitter.build_segment(0, 1, seen.after),
@@ -236,7 +236,7 @@ def _word_scores(splitter: Splitter, seen: Recording, tokens: Tensor) -> Tensor:
         for module in _adapters(segment):
             hooks.enter_context(module.register_forward_hook(add))
         segment(*splitter.embed(embedding, seen.after, batch))
-    return sum(energy, torch.zeros(len(tokens)))
+    return torch.stack(energy).sum(0)
 
 
 def _table(model: Any) -> Tensor:
