@@ -26,7 +26,7 @@ Json = dict[str, Any]
 WORLD = "paper"  # of the seconds
 _FOUND = 0.95  # a planted leak is
 _DEVIATIONS = 4.0  # from chance, at most, without a leak
-_STEPS = 4
+_PARTS = 6  # of a study
 
 
 def run_privacy_bench(studies: Sequence[Study], at_most: float, json_file: Path | None) -> None:
@@ -34,7 +34,7 @@ def run_privacy_bench(studies: Sequence[Study], at_most: float, json_file: Path 
     prepare("--json", json_file)
     torch.set_num_threads(1)
     told: list[Json] = []
-    with progress(_STEPS * len(studies)) as tick:
+    with progress(_PARTS * len(studies)) as tick:
         for study in studies:
             told.append({})
             for name, found in measure(study):

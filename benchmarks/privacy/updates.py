@@ -221,7 +221,7 @@ def _word_scores(splitter: Splitter, seen: Recording, tokens: Tensor) -> Tensor:
         before, after = (
             _table(splitter.build_whole(weights)) for weights in (seen.before, seen.after)
         )
-        return torch.linalg.vector_norm((after - before)[tokens], dim=1)
+        return (after - before)[tokens].square().sum(1)
     embedding, segment = (
         splitter.build_embedding(seen.after),
         splitter.build_segment(0, 1, seen.after),
