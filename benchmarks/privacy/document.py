@@ -140,8 +140,8 @@ def draw(told: Sequence[Json], path: Path) -> None:
 
 def _curves(study: Json) -> Iterator[figures.Curve]:
     rates = study["tokens"]["rates"]
-    for attack in next(reversed(rates.values())):
-        for codec in ("fp32", "int4"):
+    for attack, codecs in next(reversed(rates.values())).items():
+        for codec in sorted(codecs.keys() & {"fp32", "int4"}):
             known = {int(d): by[attack][codec] for d, by in rates.items() if attack in by}
             yield figures.Curve(f"{attack}, {codec}", list(known), list(known.values()))
 

@@ -39,8 +39,8 @@ def run_privacy_bench(studies: Sequence[Study], at_most: float, json_file: Path 
             told.append({})
             for name, found in measure(study):
                 told[-1][name] = found
+                write_json(json_file, {"studies": told})
                 tick(f"{study.name}: {name}")
-    write_json(json_file, {"studies": told})
     console = terminal()
     for each in told:
         console.print(_table(each))

@@ -43,7 +43,7 @@ class Sizes:
     public_texts: int
     sentences: int  # of a public text
     searched: int = 0
-    candidates: int = 64
+    candidates: int = 32
     passes: int = 2  # of the inverter over public tokens
     learning_rate: float = 2e-4
     rank: int = 8  # of adapters
@@ -132,17 +132,19 @@ class Study:
 
         Not so are padding, special tokens, the beginning that all share and the template's words.
         """
-        special = torch.tensor(self.task.tokenizer.all_special_ids)
         tokenizer: Any = self.task.tokenizer
-        said = tokenizer("assistant\n", add_special_tokens=False)["input_ids"]
-        template = len(said) if tokenizer.chat_template else 0  # behind a special token
+        added = tokenizer.added_tokens_decoder.items()
+        special = torch.tensor([number for number, token in added if token.special])
+        (newline,) = tokenizer("\n", add_special_tokens=False)["input_ids"] or [-1]
         masks, start = [], self.start(batches)
         for batch in batches:
-            named = torch.isin(batch["input_ids"], special)
-            mask = batch["attention_mask"].bool() & ~named
-            for behind in range(1, 1 + template):
-                mask[:, behind:] &= ~named[:, :-behind]
-            mask[:, :start] = False
+            ids, places = batch["input_ids"], torch.arange(batch["input_ids"].shape[1])
+            named = torch.isin(ids, special)
+            mask = batch["attention_mask"].bool() & ~named & (places >= start)
+            if tokenizer.chat_template:  # such as <|im_start|>user and a new line
+                opened = torch.where(named, places, -1).cummax(1).values
+                closed = torch.where(ids == newline, places, -1).cummax(1).values
+                mask[:, 1:] &= opened[:, 1:] <= closed[:, :-1]
             masks.append(mask)
         return masks
 
@@ -194,13 +196,12 @@ def instructions(data: Path, checkpoint: str) -> Study:
         public=_public(data),
         public_column="en",
         sizes=Sizes(
-            cuts=(0, 1, 5, 10, 20, 30),
+            cuts=(0, 1, 5, 15, 30),
             batch=8,
             steps=8,
-            public_texts=300,
+            public_texts=240,
             sentences=6,
             searched=8,
-            candidates=48,
             learning_rate=5e-5,
         ),
     )

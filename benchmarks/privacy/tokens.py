@@ -195,7 +195,8 @@ def attack_tokens(study: Study, splitter: Splitter, seen: Recording) -> TokenAtt
             by["inverter"][codec] = share(inverter.read(victims.hidden), victims.tokens)
         if sizes.searched and depth:
             search = Search(model, depth)
-            by["search"], searched = _search(study, seen, masks, search, depth, fitted["fp32"])
+            rate, searched = _search(study, seen, masks, search, depth, fitted["fp32"])
+            by["search"] = {"fp32": rate}
         rates[depth] = by
     deepest = Read.of(seen.hidden[depth], seen.batches, masks, "fp32")
     told = Read.of(own, texts, theirs, "fp32")
@@ -227,24 +228,19 @@ def _search(
     search: Search,
     depth: int,
     inverter: Inverter,
-) -> tuple[dict[str, float], int]:
-    """The share of the first texts' tokens that search reads, by codec, and how many there were."""
+) -> tuple[float, int]:
+    """The share of the first texts' tokens that search reads, and how many there were."""
     sizes, start = study.sizes, study.start(seen.batches)
-    rates, tried = {}, 0
-    for codec in ("fp32", "int4"):
-        right = tried = 0
-        for row in range(sizes.searched):
-            batch, place = divmod(row, sizes.batch)
-            ids = seen.batches[batch]["input_ids"][place]
-            mask = masks[batch][place]
-            stop = int(mask.nonzero().max()) + 1
-            hidden = coded(seen.hidden[depth][batch], codec)[place, :stop]
-            proposed = inverter.propose(hidden, sizes.candidates)
-            found = search.read(hidden, proposed, ids[:start])
-            right += int((found == ids[:stop])[mask[:stop]].sum())
-            tried += int(mask.sum())
-        rates[codec] = right / tried
-    return rates, tried
+    right = tried = 0
+    for row in range(sizes.searched):
+        batch, place = divmod(row, sizes.batch)
+        ids, mask = seen.batches[batch]["input_ids"][place], masks[batch][place]
+        stop = int(mask.nonzero().max()) + 1
+        hidden = seen.hidden[depth][batch][place, :stop]
+        found = search.read(hidden, inverter.propose(hidden, sizes.candidates), ids[:start])
+        right += int((found == ids[:stop])[mask[:stop]].sum())
+        tried += int(mask.sum())
+    return right / tried, tried
 
 
 def share(found: Tensor, wanted: Tensor) -> float:
