@@ -74,7 +74,7 @@ def _updates(told: Sequence[Json]) -> str:
             *(name, f"{update['words']:.2f}", f"{update['same_label']:.2f}"),
             f"{update['members']:.2f}",
             "-" if update["label_alone"] is None else f"{update['label_alone']:.2f}",
-            f"{2 * update['deviations']['members']:.2f}",
+            f"{2 * update['deviations']['same label']:.2f}",
         ]
         for study in told
         for name, update in study["updates"].items()

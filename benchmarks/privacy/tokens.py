@@ -70,7 +70,7 @@ class Inverter(nn.Module):
         self.narrow = nn.Linear(_INNER, table.shape[1])
         self.network = nn.Sequential(nn.Linear(width, _INNER), nn.GELU(), self.narrow)
         self.sharpness = nn.Parameter(torch.tensor(20.0))
-        self.mean, self.spread = torch.zeros(width), torch.ones(width)
+        self.mean, self.spread = torch.zeros(width), torch.ones(())
 
     def forward(self, hidden: Tensor) -> Tensor:
         scaled = (hidden - self.mean) / self.spread
@@ -90,7 +90,9 @@ class Inverter(nn.Module):
     def fit(self, public: Read, passes: int) -> Inverter:
         """Begin with ridge regression, go on with cross-entropy by cosines."""
         self.mean = public.hidden.mean(0)
-        self.spread = public.hidden.std(0).clamp(min=1e-6)
+        self.spread = (
+            public.hidden.std()
+        )  # of all together: some hardly vary, until they are trained
         scaled = functional.pad((public.hidden - self.mean) / self.spread, (0, 1), value=1.0)
         square = scaled.T @ scaled + _RIDGE * torch.eye(scaled.shape[1])
         solved = torch.linalg.solve(square, scaled.T @ self.table[public.tokens])

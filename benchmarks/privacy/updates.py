@@ -38,7 +38,8 @@ class Labels:
 def attack_labels(seen: Recording) -> Labels:
     """Whoever knows the labels of the first half of the steps names those of the other half.
 
-    A label's gradients, and hidden states, are taken to be like the mean of the known ones.
+    A label's gradients, and hidden states, are taken to be like the mean of the known ones. Labels
+    that are not among those are left out.
     """
     labels = torch.cat([batch["labels"] for batch in seen.batches])
     masks = [batch["attention_mask"].bool() for batch in seen.batches]
@@ -48,15 +49,17 @@ def attack_labels(seen: Recording) -> Labels:
         pairs = zip(states, masks, strict=True)
         return torch.cat([(state * mask[..., None]).sum(1) for state, mask in pairs])
 
+    met = torch.isin(labels[known:], labels[:known])
+
     def rate(found: Tensor, taught: Tensor) -> float:
-        return share(_nearest_class(found, taught, known), labels[known:])
+        return share(_nearest_class(found, taught, known)[met], labels[known:][met])
 
     gradients = {depth: sums(states) for depth, states in seen.gradients.items()}
     first = gradients[min(gradients)]
     planted = functional.one_hot(labels) * (10 * first.norm(dim=1, keepdim=True))
     order = torch.randperm(known, generator=torch.Generator().manual_seed(SEED))
     shuffled = torch.cat([labels[:known][order], labels[known:]])
-    victims = labels[known:]
+    victims = labels[known:][met]
     return Labels(
         gradients={depth: rate(each, labels) for depth, each in gradients.items()},
         hidden={depth: rate(sums(states), labels) for depth, states in seen.hidden.items()},
@@ -120,7 +123,7 @@ class Update:
     label_alone: float | None
     controls: dict[str, float]
     pairs: int  # of a member and another with the same label
-    deviations: dict[str, float]  # of an area by chance: words, members
+    deviations: dict[str, float]  # of an area by chance
 
 
 def attack_update(
@@ -155,8 +158,9 @@ def attack_update(
         },
         pairs=int(same.sum()),
         deviations={
-            "words": _deviation(len(ours), len(theirs)),
-            "members": _deviation(len(inside), len(outside)),
+            "words": _deviation(torch.ones(len(ours), len(theirs))),
+            "members": _deviation(torch.ones(same.shape)),
+            "same label": _deviation(same),
         },
     )
 
@@ -168,9 +172,16 @@ def area(higher: Tensor, lower: Tensor, pairs: Tensor | None = None) -> float:
     return float(won.mean() if pairs is None else won[pairs].mean())
 
 
-def _deviation(ours: int, theirs: int) -> float:
-    """The standard deviation of an area where nothing is to be found (Mann and Whitney, 1947)."""
-    return math.sqrt((ours + theirs + 1) / (12 * ours * theirs))
+def _deviation(pairs: Tensor) -> float:
+    """The standard deviation by chance of an area over pairs (M, N) of the same group.
+
+    That of a group with m and n of either kind is by Mann and Whitney (1947).
+    """
+    ours, theirs = pairs.sum(1).double(), pairs.sum(0).double()  # n for each m, m for each n
+    count = float(pairs.sum())
+    return math.sqrt(float(ours.square().sum() + theirs.square().sum()) + count) / (
+        math.sqrt(12) * count
+    )
 
 
 def _area_of_labels(labels: Sequence[Tensor], outside: Tensor) -> float:
