@@ -19,6 +19,7 @@ from benchmarks.privacy.study import SEED, Batch, Study
 from collapipe_flwr.models.splitter import Splitter
 
 CODECS = ("fp32", "fp16", "int8", "int4")
+FITTED = ("fp32", "int4")  # inverters; that for fp32 reads fp16 and int8 as well
 _ROWS = 256  # tokens at a time
 _FOREIGN = 1500  # tokens of the vocabulary that public text lacks, in the inverter's loss
 _RIDGE = 100.0
@@ -40,6 +41,10 @@ class Read:
         found = [coded(h, codec)[mask] for h, mask in zip(hidden, masks, strict=True)]
         ids = [b["input_ids"][mask] for b, mask in zip(batches, masks, strict=True)]
         return Read(torch.cat(found), torch.cat(ids))
+
+    def one_in(self, every: int) -> Read:
+        """One token in so many."""
+        return Read(self.hidden[::every], self.tokens[::every])
 
     def planted(self, table: Tensor) -> Read:
         """With the embedding of each token added: a leak that every attack must find."""
@@ -181,44 +186,44 @@ def attack_tokens(study: Study, splitter: Splitter, seen: Recording) -> TokenAtt
     texts = [batch for batch, _ in public]
     theirs = study.content(texts)
     rates: dict[int, dict[str, dict[str, float]]] = {}
-    controls: dict[str, float] = {}
     searched = 0
+
+    def known(depth: int, codec: str) -> Read:
+        return Read.of([hidden[depth] for _, hidden in public], texts, theirs, codec)
+
+    def victims(depth: int, codec: str) -> Read:
+        return Read.of(seen.hidden[depth], seen.batches, masks, codec).one_in(sizes.every)
+
+    def fitted(told: Read) -> Inverter:
+        return Inverter(told.hidden.shape[1], table).fit(told, sizes.passes)
+
+    def reads(inverter: Inverter, found: Read) -> float:
+        return share(inverter.read(found.hidden), found.tokens)
+
     for depth in sizes.cuts:
-        own = [hidden[depth] for _, hidden in public]
-        fitted: dict[str, Inverter] = {}
-        for codec in ("fp32", "int4"):
-            told = Read.of(own, texts, theirs, codec)
-            fitted[codec] = Inverter(told.hidden.shape[1], table).fit(told, sizes.passes)
-        by: dict[str, dict[str, float]] = {"nearest": {}, "inverter": {}}
+        inverters = {codec: fitted(known(depth, codec)) for codec in FITTED}
+        rates[depth] = by = {"nearest": {}, "inverter": {}}
         for codec in CODECS:
-            victims = Read.of(seen.hidden[depth], seen.batches, masks, codec)
-            inverter = fitted.get(codec, fitted["fp32"])
-            by["nearest"][codec] = share(nearest(victims.hidden, table), victims.tokens)
-            by["inverter"][codec] = share(inverter.read(victims.hidden), victims.tokens)
+            found = victims(depth, codec)
+            by["nearest"][codec] = share(nearest(found.hidden, table), found.tokens)
+            by["inverter"][codec] = reads(inverters.get(codec, inverters["fp32"]), found)
         if sizes.searched and depth:
             search = Search(model, depth)
-            rate, searched = _search(study, seen, masks, search, depth, fitted["fp32"])
+            rate, searched = _search(study, seen, masks, search, depth, inverters["fp32"])
             by["search"] = {"fp32": rate}
-        rates[depth] = by
-    deepest = Read.of(seen.hidden[depth], seen.batches, masks, "fp32")
-    told = Read.of(own, texts, theirs, "fp32")
-    width = told.hidden.shape[1]
-
-    def reads(inverter: Inverter, victims: Read) -> float:
-        return share(inverter.read(victims.hidden), victims.tokens)
-
-    planted = Inverter(width, table).fit(told.planted(table), sizes.passes)
-    shuffled = Inverter(width, table).fit(told.shuffled(), sizes.passes)
-    controls["planted"] = reads(planted, deepest.planted(table))
-    controls["shuffled"] = reads(shuffled, deepest)
-    controls["untrained"] = reads(Inverter(width, table), deepest)
+    public_ones, deepest = known(depth, "fp32"), victims(depth, "fp32")
+    untrained = Inverter(deepest.hidden.shape[1], table)
     counts = deepest.tokens.bincount()
     return TokenAttacks(
         rates=rates,
-        controls=controls,
+        controls={
+            "planted": reads(fitted(public_ones.planted(table)), deepest.planted(table)),
+            "shuffled": reads(fitted(public_ones.shuffled()), deepest),
+            "untrained": reads(untrained, deepest),
+        },
         tokens=len(deepest.tokens),
         commonest=float(counts.max() / counts.sum()),
-        public_tokens=len(told.tokens),
+        public_tokens=len(public_ones.tokens),
         searched_tokens=searched,
     )
 
