@@ -84,8 +84,8 @@ def _updates(told: Sequence[Json]) -> str:
 
 
 def _depth(study: Json) -> str:
-    """Recovery beside seconds for every cut."""
-    rates, seconds = recovery(study), study["seconds"]
+    """Recovery beside seconds for every cut; a bench that was stopped has no seconds."""
+    rates, seconds = recovery(study), study.get("seconds", {})
     rows = [
         [
             str(depth),
@@ -121,7 +121,7 @@ def _percent(rate: float | None) -> str:
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---:"] * len(head), *rows]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

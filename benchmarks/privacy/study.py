@@ -33,9 +33,8 @@ Batch = dict[str, Tensor]
 class Sizes:
     """How much is recorded and tried.
 
-    ``cuts`` are the depths in blocks at which a link is tapped, from 0 to all. Of the victims'
-    tokens one in so many (``every``) is read. So many texts are ``searched`` token by token, among
-    so many ``candidates``.
+    ``cuts`` are the depths in blocks at which a link is tapped, from 0 to all. So many texts are
+    ``searched`` token by token, among so many ``candidates``.
     """
 
     cuts: tuple[int, ...]
@@ -43,7 +42,6 @@ class Sizes:
     steps: int
     public_texts: int
     sentences: int  # of a public text
-    every: int = 1
     searched: int = 0
     candidates: int = 32
     passes: int = 2  # of the inverter over public tokens

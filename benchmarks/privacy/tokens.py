@@ -42,10 +42,6 @@ class Read:
         ids = [b["input_ids"][mask] for b, mask in zip(batches, masks, strict=True)]
         return Read(torch.cat(found), torch.cat(ids))
 
-    def one_in(self, every: int) -> Read:
-        """One token in so many."""
-        return Read(self.hidden[::every], self.tokens[::every])
-
     def planted(self, table: Tensor) -> Read:
         """With the embedding of each token added: a leak that every attack must find."""
         size = self.hidden.norm(dim=1, keepdim=True)
@@ -192,7 +188,7 @@ def attack_tokens(study: Study, splitter: Splitter, seen: Recording) -> TokenAtt
         return Read.of([hidden[depth] for _, hidden in public], texts, theirs, codec)
 
     def victims(depth: int, codec: str) -> Read:
-        return Read.of(seen.hidden[depth], seen.batches, masks, codec).one_in(sizes.every)
+        return Read.of(seen.hidden[depth], seen.batches, masks, codec)
 
     def fitted(told: Read) -> Inverter:
         return Inverter(told.hidden.shape[1], table).fit(told, sizes.passes)
@@ -202,7 +198,8 @@ def attack_tokens(study: Study, splitter: Splitter, seen: Recording) -> TokenAtt
 
     for depth in sizes.cuts:
         inverters = {codec: fitted(known(depth, codec)) for codec in FITTED}
-        rates[depth] = by = {"nearest": {}, "inverter": {}}
+        by: dict[str, dict[str, float]] = {"nearest": {}, "inverter": {}}
+        rates[depth] = by
         for codec in CODECS:
             found = victims(depth, codec)
             by["nearest"][codec] = share(nearest(found.hidden, table), found.tokens)

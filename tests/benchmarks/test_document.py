@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.boards_table import measured_table
 from benchmarks.data_plane.report import codec_cells, markdown
+from benchmarks.privacy import document
 from benchmarks.rounds import anatomy
 from tests.program import printed_by
 
@@ -56,3 +57,12 @@ def test_the_table_of_memory_is_the_recorded_bench() -> None:
     text = (ROOT / "docs/lora.md").read_text(encoding="utf-8")
     shown = text.partition("<!-- table memory -->\n")[2].partition("\n<!-- end -->")[0]
     assert shown == printed_by(script, *map(str, recorded)).strip()
+
+
+def test_the_tables_of_privacy_are_the_recorded_bench() -> None:
+    files = sorted((ROOT / "docs/results/privacy").glob("*.json"))
+    text = (ROOT / "docs/privacy.md").read_text(encoding="utf-8")
+    told = document.read(files)
+    assert told and document.rendered(text, told) == text
+    assert all(f"<!-- table {name} -->" in text for name in document.tables(told))
+    assert (files[0].parent / document.PICTURE).is_file()
