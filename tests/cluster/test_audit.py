@@ -411,7 +411,8 @@ def test_the_share_of_audited_intervals_is_the_one_asked_for(
     assert abs(done - 10) <= 3 * math.sqrt(40 * 0.25 * 0.75)
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_no_false_alarm_in_ten_thousand_honest_steps(splitter, first) -> None:
     found = audited(splitter, first, steps=10_000, every=100)
     assert not found.quarantined and not found.incidents
