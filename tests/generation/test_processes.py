@@ -100,7 +100,7 @@ def _serving(*words: str) -> Iterator[subprocess.Popen[str]]:
     try:
         yield server
         server.terminate()
-        assert server.wait(30) == 0
+        assert server.wait(120) == 0
     finally:
         server.kill()
         server.wait(60)
