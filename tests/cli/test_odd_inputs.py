@@ -239,6 +239,7 @@ def test_a_misspelt_command_gets_one_suggestion(
 def test_ctrl_c_while_the_program_loads_is_one_line() -> None:
     program = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background ignore
 class Impatient:
     def find_spec(self, name, *_):
         if name == "typer":
