@@ -48,9 +48,7 @@ def list_callable(config: ClusterConfig) -> tuple[MemberConfig, ...]:
 def connect_to(
     config: ClusterConfig, member: MemberConfig, deadline_s: float, *, as_registrar: bool = False
 ) -> Connection:
-    """Connect to a member, with the control unit's certificate or the registrar's.
-
-    The first is taken whose key is here.
+    """Connect to a member by the first certificate, control unit's or registrar's, with a key here.
 
     A member knows the registrar before it knows the control unit of another cluster.
     """
