@@ -40,7 +40,7 @@ from collapipe_flwr.costs.price import PricedPlan, price
 from collapipe_flwr.data.batches import Example, cut_batches, draw_round_examples
 from collapipe_flwr.federation.run.learner import Learner, make_learner
 from collapipe_flwr.models.profile import profile_model
-from collapipe_flwr.pipeline.meter import square_norm
+from collapipe_flwr.pipeline.meter import sum_squares
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
@@ -150,7 +150,7 @@ class Fleet:
             loss.backward()
             losses.append(float(loss.detach()))
             gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
-            squares.append(square_norm(gradients))
+            squares.append(sum_squares(gradients))
         optimizer.step()
         optimizer.zero_grad()
         total, first = float(sum(counts)), float(counts[0])

@@ -4,7 +4,7 @@ Its tensors wrap CPU tensors. An operation that takes some of both kinds fails, 
 only copies from one to the other pass, and numbers without dimensions. What it has out is counted,
 as an allocator does. It is torch's own backend for such things under the name ``pretend``, which
 stays with the process: nothing takes it unless it is asked for. Where autograd was used before
-that, backward passes must stay in one thread (`pipeline.compute.one_thread`).
+that, backward passes must stay in one thread (`pipeline.compute.use_one_thread`).
 """
 
 from __future__ import annotations

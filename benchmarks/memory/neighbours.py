@@ -33,7 +33,7 @@ from collapipe_flwr.pipeline.link import (
     FrameKind,
     Link,
     MemoryLink,
-    memory_pair,
+    make_memory_pair,
 )
 from collapipe_flwr.transport.client import RemoteSession
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
@@ -82,7 +82,7 @@ class NearSession(RemoteSession):
     def stream(self, *, name: str = "", config: LinkConfig | None = None) -> Link:
         """To a thread that plays all stages behind."""
         assert config is not None
-        left, right = memory_pair(name, "device")
+        left, right = make_memory_pair(name, "device")
         answering_thread(lambda: answer(right))
         return left
 

@@ -43,7 +43,7 @@ from collapipe_flwr.pipeline.link import (
     Frame,
     FrameKind,
     Link,
-    memory_pair,
+    make_memory_pair,
 )
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
@@ -133,8 +133,8 @@ class Player:
         splitter = self._splitter
         keys = (*splitter.segment_keys(*blocks), *splitter.shared_keys)
         part = splitter.build_segment(*blocks, self._weights(keys))
-        up, own_up = memory_pair("before", "stage")
-        own_down, down = memory_pair("stage", "behind")
+        up, own_up = make_memory_pair("before", "stage")
+        own_down, down = make_memory_pair("stage", "behind")
         stage = MiddleStage(
             part,
             Optimizer(RULE, part.named_parameters()),
@@ -152,7 +152,7 @@ class Player:
         splitter = self._splitter
         keys = (*splitter.edge_keys(), *splitter.shared_keys)
         part = splitter.build_edge(self._weights(keys))
-        up, own_up = memory_pair("before", "stage")
+        up, own_up = make_memory_pair("before", "stage")
         stage = LastStage(part, Optimizer(RULE, part.named_parameters()), SETTINGS, upstream=own_up)
         serving = answering_thread(stage.serve)
         self._feed(up, learns=True)
@@ -165,7 +165,7 @@ class Player:
         scalars = {"weight": weight, "scale": 1.0, LEARNS: float(learns or not self._frozen())}
         for index in range(self._order.steps):
             step = Step(index=index, micro_batches=1, train=True, weight=weight)
-            link.send(step.frame(), deadline_s=WAIT_S)
+            link.send(step.make_frame(), deadline_s=WAIT_S)
             hidden = torch.randn(self._order.examples, self._order.tokens, width)
             tensors = {**self._splitter.context(batch), HIDDEN: hidden}
             frame = Frame(kind=FrameKind.ACTIVATION, step=index, tensors=tensors, scalars=scalars)

@@ -120,7 +120,7 @@ def install(meter: Meter, path: Path) -> None:
         ("backward", stage.Stage, ("_backpropagate",)),
         ("backward", DeferredGradients, ("add",)),
         ("optimizer", Optimizer, ("step", "zero_grad", "add_proximal")),
-        ("checks", stage, ("check_sound", "square_norm")),
+        ("checks", stage, ("check_sound", "sum_squares")),
         ("checks", MemoryMeter, ("set_fixed", "hold", "note_rest", "release")),
         ("stage loop", roles._Follower, ("serve",)),
         ("frames", stream, ("encode_frame", "decode_frame")),

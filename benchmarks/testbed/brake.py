@@ -51,7 +51,7 @@ def slowed(shares: Mapping[int, float]) -> Iterator[str]:
 
 def pay_for_passes() -> None:
     """Let every timed pass of a stage in this process take as long as its share makes it."""
-    share_file, timed = Path(os.environ[SHARE_FILE]), Recorder.span
+    share_file, timed = Path(os.environ[SHARE_FILE]), Recorder.record
 
     @contextmanager
     def paid(self: Recorder, work: str, step: int, micro_batch: int = 0) -> Iterator[None]:
@@ -62,7 +62,7 @@ def pay_for_passes() -> None:
                 due_s = (time.thread_time() - used_s) / float(share_file.read_text())
                 time.sleep(max(due_s - (time.perf_counter() - start_s), 0.0))
 
-    Recorder.span = paid  # type: ignore[method-assign]
+    Recorder.record = paid  # type: ignore[method-assign]
 
 
 def _version_1(mounts: Path = Path("/proc/mounts")) -> Path | None:

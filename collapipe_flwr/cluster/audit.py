@@ -27,7 +27,7 @@ from collapipe_flwr.cluster.order import CONTROL_UNIT, EDGE, Segments, TrainingO
 from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import AuditFailed, ConfigError, ScheduleError
 from collapipe_flwr.models.any_splitter import AnySplitter
-from collapipe_flwr.pipeline.notes import CAUSES, GIVEN, TAKEN, agree, key_of
+from collapipe_flwr.pipeline.notes import CAUSES, GIVEN, TAKEN, agree, make_note_key
 from collapipe_flwr.scheduler.refusal import compared
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def _wrong_frames(
             sender = ""
             for name in chain if down else reversed(chain):
                 for side in (TAKEN, GIVEN):
-                    key = key_of(step, cause, side)
+                    key = make_note_key(step, cause, side)
                     wanted, note = right[name].get(key), said[name].get(key, "")
                     if wanted is None or agree(note, wanted, tolerance):
                         continue
@@ -145,8 +145,8 @@ def _wrong_weights(
         owners[each.device_id] = splitter.segment_keys(each.first_block, each.stop_block)
     for name, owned in owners.items():
         keys = [key for key in owned if key in due.state.weights]
-        wanted = due.state.select(keys).tensors()
-        found = told.state.tensors()
+        wanted = due.state.select(keys).flatten()
+        found = told.state.flatten()
         if not all(key in found for key in wanted):
             yield (name,), "did not return all that it trained"
         elif not (_equal(found, wanted) if not tolerance else _near(found, wanted, order.weights)):

@@ -76,7 +76,7 @@ def train_round(
     intervals, last = done.intervals, done.intervals[-1].held.state
     return ClusterResult(
         slots=drop_round_start(last.optimizer) if order.keep_optimizer else {},
-        weights=LazyMapping.of(last.weights),
+        weights=LazyMapping.join(last.weights),
         losses=tuple(loss for interval in intervals for loss in interval.losses),
         probe=intervals[0].probe,
         reports=joined(interval.held.reports for interval in intervals),

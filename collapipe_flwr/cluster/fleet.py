@@ -22,9 +22,9 @@ from collapipe_flwr.core.schedule import ALONE, ReplicaIndex
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.compute import bring_home
 from collapipe_flwr.pipeline.gradient_sums import Siblings
-from collapipe_flwr.pipeline.link import Link, fan_of
+from collapipe_flwr.pipeline.link import Link, join_links
 from collapipe_flwr.pipeline.roles import MiddleStage
-from collapipe_flwr.pipeline.state import PartState, optimizer_state_of
+from collapipe_flwr.pipeline.state import PartState, copy_optimizer_state
 from collapipe_flwr.pipeline.targets import Targets
 from collapipe_flwr.transport.simulated_link import simulated_pair
 
@@ -120,7 +120,7 @@ def _segments(stages: Sequence[MiddleStage], keep_optimizer: bool) -> Segments:
                 for stage in firsts
                 for key, tensor in bring_home(stage.part.state_dict()).items()
             },
-            optimizer={k: t for s in kept for k, t in optimizer_state_of(s.optimizer).items()},
+            optimizer={k: t for s in kept for k, t in copy_optimizer_state(s.optimizer).items()},
         ),
         reports=tuple(stage.report() for stage in stages),
     )
@@ -181,11 +181,13 @@ def join(
         if stage == len(segments):
             return edges[turn.replica]
         here, met = (stage, turn.replica), turn.meets(replicas[stage + 1])
-        return fan_of([pair(here, (stage + 1, other), hops[stage])[0] for other in met], turn)
+        return join_links([pair(here, (stage + 1, other), hops[stage])[0] for other in met], turn)
 
     def up(stage: int, turn: ReplicaIndex) -> Link:
         here, met = (stage, turn.replica), turn.meets(replicas[stage - 1])
-        return fan_of([pair((stage - 1, other), here, hops[stage - 1])[1] for other in met], turn)
+        return join_links(
+            [pair((stage - 1, other), here, hops[stage - 1])[1] for other in met], turn
+        )
 
     def beside(stage: int, turn: ReplicaIndex) -> Siblings:
         place, link = turn.replica, LinkConfig(lanes=0)

@@ -65,7 +65,7 @@ class RemoteStage:
         if placement is not None:
             own = splitter.segment_keys(*placement.blocks)
         state = PartState(weights=order.weights, optimizer=order.slots)
-        self._pushed = state.select((*own, *splitter.shared_keys)).tensors()
+        self._pushed = state.select((*own, *splitter.shared_keys)).flatten()
         with self._telling_loss():
             try:
                 self._moved += self.session.push_missing(self._pushed)
@@ -75,7 +75,7 @@ class RemoteStage:
                 _log.info("%s; it gets its frozen weights from here", wanted)
                 keys = splitter.resident_keys_of_segment(*placement.blocks)
                 frozen = splitter.read_resident(keys)
-                self._moved += self.session.push_missing(LazyMapping.of(self._pushed, frozen))
+                self._moved += self.session.push_missing(LazyMapping.join(self._pushed, frozen))
 
     def collect(self, keep_optimizer: bool, turn: AbstractContextManager[object]) -> Segments:
         """Fetch the report and, within ``turn``, the part, once the host has ended.
@@ -89,7 +89,7 @@ class RemoteStage:
                 self._pushed, with_optimizer=keep_optimizer, turn=turn
             )
             self._moved += moved
-            came, sent = PartState.of_tensors(tensors), PartState.of_tensors(self._pushed)
+            came, sent = PartState.from_tensors(tensors), PartState.from_tensors(self._pushed)
             state = came.select(key for key in sent.weights if key in came.weights)  # no other's
         return Segments(state=state, reports=(report,), moved=self._moved)
 
@@ -119,7 +119,7 @@ class RemoteStage:
 def edge_request(splitter: AnySplitter, order: TrainingOrder) -> SessionRequest:
     """Build the request of a new session for the last stage of this order's chain."""
     return SessionRequest(
-        key=SessionKey.random(f"{order.plan.cluster_id}-{order.server_round}"),
+        key=SessionKey.draw(f"{order.plan.cluster_id}-{order.server_round}"),
         spec_json=splitter.spec.to_json(),
         stage=order.edge_settings,
         optimizer=order.learning.optimizer,
@@ -225,7 +225,7 @@ class ThreadEdge:
         service.open(request)
         state = PartState(weights=order.weights, optimizer=order.slots)
         own = state.select((*splitter.edge_keys(), *splitter.shared_keys))
-        service.push_weights(request.key, own.copy().tensors())
+        service.push_weights(request.key, own.copy().flatten())
 
         def serve(stream: SessionStream) -> None:
             with suppress(CollaPipeError):  # both ends of the link report it
@@ -253,7 +253,7 @@ class ThreadEdge:
             with turn:
                 tensors = service.weights(request.key, with_optimizer=keep_optimizer)
             report = service.report(request.key)
-            return Segments(state=PartState.of_tensors(tensors), reports=(report,))
+            return Segments(state=PartState.from_tensors(tensors), reports=(report,))
 
         def join(within_s: float) -> None:
             for thread in threads:

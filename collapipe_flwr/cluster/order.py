@@ -176,8 +176,8 @@ class Segments:
         """Join the stages ahead with those behind."""
         return Segments(
             state=PartState(
-                weights=LazyMapping.of(self.state.weights, behind.state.weights),
-                optimizer=LazyMapping.of(self.state.optimizer, behind.state.optimizer),
+                weights=LazyMapping.join(self.state.weights, behind.state.weights),
+                optimizer=LazyMapping.join(self.state.optimizer, behind.state.optimizer),
             ),
             reports=self.reports + behind.reports,
             moved=self.moved + behind.moved,

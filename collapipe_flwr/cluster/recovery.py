@@ -88,7 +88,7 @@ class ReplayInterval:
         """Return what is left of ``order`` after this interval."""
         return replace(
             order,
-            weights=LazyMapping.of(order.weights, self.held.state.weights),
+            weights=LazyMapping.join(order.weights, self.held.state.weights),
             slots=self.held.state.optimizer,
             first_step=self.next_step,
             updates=order.updates + len(self.losses),
@@ -128,7 +128,7 @@ def run_interval(
             steps = [first.train_step(batch) for batch in batches]
             first.finish()
         keeps = keep_optimizer()
-        slots = optimizer.state_tensors() if keeps else {}
+        slots = optimizer.collect_state() if keeps else {}
         own = PartState(weights=embedding.state_dict(), optimizer=slots).offload()
         ahead, next_step = Segments(state=own, reports=(first.report(),)), first.next_step
         del first, optimizer, embedding, slots  # freed before the segments arrive

@@ -33,7 +33,7 @@ from collapipe_flwr.core.links import Heartbeat, LinkConfig
 from collapipe_flwr.core.schedule import ALONE, ReplicaIndex
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.config import NextHop, Placement, SessionKey, SessionRequest
-from collapipe_flwr.pipeline.link import Link, fan_of
+from collapipe_flwr.pipeline.link import Link, join_links
 from collapipe_flwr.transport.client import HostClient
 
 _log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class RemoteFleet:
             for hosted in sessions[: order.plan.replicas[1]]:
                 first_links.append(hosted.session.stream(name=CONTROL_UNIT, config=routes.links[0]))
                 stack.callback(first_links[-1].close)
-            link = fan_of(first_links, ALONE)
+            link = join_links(first_links, ALONE)
             try:
                 collect = partial(self.collect, link, sessions)
                 yield OpenChain(link, collect, targets, routes.links)
@@ -235,7 +235,7 @@ class RemoteFleet:
         member = found[device_id]
         return NextHop(
             address=member.address,
-            key=SessionKey.random(device_id),
+            key=SessionKey.draw(device_id),
             name=device_id,
             certificate_name=self.cluster.certificate_name(member),
             heartbeat=self.heartbeat,

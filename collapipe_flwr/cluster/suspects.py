@@ -22,7 +22,7 @@ from collapipe_flwr.core.errors import (
     MemberFailed,
     ModelError,
 )
-from collapipe_flwr.pipeline.soundness import advice
+from collapipe_flwr.pipeline.soundness import advise
 
 _SPECIFIC = re.compile(r"\(blocks [\d, -]+\)|[\w.:\[\]-]*\d[\w.:\[\]-]*")  # beside its name
 
@@ -58,7 +58,7 @@ class Suspects:
         for before in self._failures:
             if _are_alike(before[1], error):
                 cause = "the model fails on this input" if untrained else "the training diverged"
-                told = advice(clips=self._clips, untrained=untrained)
+                told = advise(clips=self._clips, untrained=untrained)
                 raise _make_shared_failure(before, (blamed, error), cause, told)
         self._failures.append((blamed, error))
         if is_edge or blamed in ("", CONTROL_UNIT):
@@ -73,7 +73,7 @@ class Suspects:
         blamed, error = self._failures[-1]
         doubt = (
             "; whether it computes wrongly or the training diverges shows only where another "
-            f"device can hold its blocks: add one, or {advice(clips=self._clips, untrained=False)}"
+            f"device can hold its blocks: add one, or {advise(clips=self._clips, untrained=False)}"
         )
         why = _name_reason(blamed, error)
         return f"{why}; {refusal}{doubt if error.blame is Blame.UNSOUND else ''}"

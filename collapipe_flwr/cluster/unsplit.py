@@ -15,7 +15,7 @@ from collapipe_flwr.core.errors import DataError
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.tasks import scores_of
 from collapipe_flwr.pipeline.backward import fuse_accumulation
-from collapipe_flwr.pipeline.compute import CPU, bring, compute_in, one_thread, place_of
+from collapipe_flwr.pipeline.compute import CPU, bring, compute_in, find_place, use_one_thread
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.soundness import describe_odd
@@ -40,7 +40,7 @@ def train_unsplit(
     """
     model.train()
     fuse_accumulation(model)  # as stages do
-    place = place_of(model)
+    place = find_place(model)
     losses = []
     for batch in batches:
         counts = [splitter.weight_of(micro_batch) for micro_batch in batch]
@@ -54,7 +54,7 @@ def train_unsplit(
             with compute_in(execution.precision, place):
                 outputs = splitter.run_whole(model, micro_batch)
                 loss: Any = splitter.loss_of(outputs, micro_batch) * (count / sum(counts))
-            with one_thread(place):
+            with use_one_thread(place):
                 loss.backward()
             step_loss += float(loss.detach())
             if not math.isfinite(step_loss) and (odd := describe_odd(micro_batch)):
@@ -88,7 +88,7 @@ def evaluate_unsplit(
                 count = splitter.weight_of(micro_batch)
                 if not count and wanted is None:
                     continue
-                micro_batch = bring(micro_batch, place_of(model))
+                micro_batch = bring(micro_batch, find_place(model))
                 outputs = splitter.run_whole(model, micro_batch)
                 # the library's mean over no labels is NaN
                 loss = float(splitter.loss_of(outputs, micro_batch)) if count else 0.0

@@ -202,7 +202,7 @@ def _servicer(
     from collapipe_flwr.host.service import HostService, refuse_next_hop
     from collapipe_flwr.host.servicer import Servicer
     from collapipe_flwr.host.stores import TensorStore, WeightCache
-    from collapipe_flwr.pipeline.compute import describe, free_bytes, resolve
+    from collapipe_flwr.pipeline.compute import describe, measure_free_bytes, resolve
     from collapipe_flwr.transport.client import Dialer
 
     if settings.threads:
@@ -211,7 +211,7 @@ def _servicer(
     folder = settings.cache_folder
     place = resolve(settings.compute, _COMPUTE)
     _log.info("computing on %s", describe(place))
-    ledger = Ledger(settings.memory_bytes or free_bytes(place))
+    ledger = Ledger(settings.memory_bytes or measure_free_bytes(place))
     service = HostService(
         build_part,
         connect=dialer or refuse_next_hop,

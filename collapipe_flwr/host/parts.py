@@ -16,9 +16,14 @@ from collapipe_flwr.host.session import HostSession, SessionRefused
 from collapipe_flwr.host.stores import WeightCache
 from collapipe_flwr.pipeline.compute import CPU, bring_home, hold
 from collapipe_flwr.pipeline.config import SessionRequest
-from collapipe_flwr.pipeline.meter import bytes_of
+from collapipe_flwr.pipeline.meter import count_bytes
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.state import PartState, live_state, load_optimizer_state, state_bytes
+from collapipe_flwr.pipeline.state import (
+    PartState,
+    count_state_bytes,
+    load_optimizer_state,
+    view_state,
+)
 
 BuildPart = Callable[[SessionRequest, Mapping[str, Tensor]], nn.Module]
 
@@ -49,13 +54,15 @@ class Parts:
         """
         with session.account.release_after(_NEW):
             brought = {**_assign_found(session), **tensors}
-            state = PartState.of_tensors(brought)
+            state = PartState.from_tensors(brought)
             given = session.account.size(FOUND) + session.account.size(arrived)
-            copied = bytes_of(state.weights.values()) + max(bytes_of(brought.values()) - given, 0)
+            copied = count_bytes(state.weights.values()) + max(
+                count_bytes(brought.values()) - given, 0
+            )
             session.account.reserve({_NEW: copied})
             part = self._build_first(session, state.weights, tensors)
             optimizer = Optimizer(session.request.optimizer, part.named_parameters())
-            needed = state_bytes(part, optimizer)
+            needed = count_state_bytes(part, optimizer)
             session.account.reserve({_NEW: max(needed - given, copied)})
             load_optimizer_state(optimizer, state.optimizer, copy=False)
             session.part, session.optimizer = part, optimizer
@@ -95,8 +102,8 @@ def tensors_of(session: HostSession, with_optimizer: bool) -> dict[str, Tensor]:
     weights = session.part.state_dict()
     if not with_optimizer:
         return dict(bring_home(weights))
-    slots = live_state(session.part, session.optimizer).optimizer
-    return dict(bring_home(PartState(weights=weights, optimizer=slots).tensors()))
+    slots = view_state(session.part, session.optimizer).optimizer
+    return dict(bring_home(PartState(weights=weights, optimizer=slots).flatten()))
 
 
 def list_trained_keys(session: HostSession) -> frozenset[str]:
@@ -105,11 +112,11 @@ def list_trained_keys(session: HostSession) -> frozenset[str]:
         return frozenset()
     assert session.part is not None and session.optimizer is not None
     names = [name for name, p in session.part.named_parameters() if p.requires_grad]
-    slots = session.optimizer.state_tensors()
+    slots = session.optimizer.collect_state()
     of_them = PartState(
         weights={}, optimizer={name: slots[name] for name in names if name in slots}
     )
-    return frozenset(names) | of_them.tensors().keys()
+    return frozenset(names) | of_them.flatten().keys()
 
 
 def _assign_found(session: HostSession) -> dict[str, Tensor]:

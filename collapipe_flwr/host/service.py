@@ -34,11 +34,11 @@ from collapipe_flwr.host.stores import TensorStore, WeightCache
 from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
 from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.gradient_sums import Siblings
-from collapipe_flwr.pipeline.link import Link, fan_of
-from collapipe_flwr.pipeline.meter import bytes_of
+from collapipe_flwr.pipeline.link import Link, join_links
+from collapipe_flwr.pipeline.meter import count_bytes
 from collapipe_flwr.pipeline.roles import LastStage, MiddleStage
-from collapipe_flwr.pipeline.soundness import error_for_neighbours
-from collapipe_flwr.pipeline.state import digests_of
+from collapipe_flwr.pipeline.soundness import make_neighbours_error
+from collapipe_flwr.pipeline.state import compute_digests
 from collapipe_flwr.pipeline.targets import Targets
 
 Connect = Callable[[NextHop], AbstractContextManager[Link]]
@@ -140,7 +140,7 @@ class HostService:
             if session.lacks_checkpoint and self._cache is not None:
                 found |= self._cache.find({d: d for d in wanted - found.keys()})
             try:
-                session.account.reserve({FOUND: bytes_of(found.values())})
+                session.account.reserve({FOUND: count_bytes(found.values())})
             except NoRoom:
                 found = {}
                 session.account.reserve({FOUND: 0})
@@ -151,7 +151,7 @@ class HostService:
         """Set the weights to local tensors; optimizer slots among them are not copied."""
 
         def receive(reserve: Reserve) -> Mapping[str, Tensor]:
-            reserve(bytes_of(tensors.values()))
+            reserve(count_bytes(tensors.values()))
             return tensors
 
         self.receive_weights(key, receive)
@@ -192,7 +192,7 @@ class HostService:
         with self.read(key, with_optimizer=with_optimizer) as tensors:
             changed = list_trained_keys(self.find(key))
             still = {name: tensor for name, tensor in tensors.items() if name not in changed}
-            return {**dict.fromkeys(tensors, ""), **digests_of(still)}
+            return {**dict.fromkeys(tensors, ""), **compute_digests(still)}
 
     def report(self, key: SessionKey) -> StageMeasurement:
         """Return what a session measured since its weights were set.
@@ -291,7 +291,7 @@ class HostService:
                 self._meter.interval() as used,
                 self._open_stage(stream, upstream, behind) as stage,
             ):
-                peak = AllocatorPeak(self.compute, bytes_of(stage.tensors))
+                peak = AllocatorPeak(self.compute, count_bytes(stage.tensors))
                 session.recorder = stage.recorder
                 stage.serve()
             measured = stage.report()
@@ -303,7 +303,7 @@ class HostService:
         except BaseException as error:
             session.fail(str(error) or type(error).__name__)
             self.tally.fail(session.request)
-            upstream.close(error_for_neighbours(error, session.request.stage.name))
+            upstream.close(make_neighbours_error(error, session.request.stage.name))
             raise
         finally:
             session.recorder = None
@@ -342,6 +342,6 @@ class HostService:
             if config.turn.replicas > 1:
                 ahead = connect(placement.sibling) if placement.sibling is not None else None
                 siblings = Siblings(ahead, behind, config.turn.replica)
-            downstream = fan_of([connect(hop) for hop in placement.next_hops], config.turn)
+            downstream = join_links([connect(hop) for hop in placement.next_hops], config.turn)
             ends = {"upstream": upstream, "downstream": downstream}
             yield MiddleStage(part, optimizer, config, siblings=siblings, **ends)

@@ -21,7 +21,7 @@ from collapipe_flwr.core.measurements import StageMeasurement
 from collapipe_flwr.core.schedule import ReplicaIndex
 from collapipe_flwr.host.ledger import Account
 from collapipe_flwr.pipeline.config import PassesDone, SessionRequest
-from collapipe_flwr.pipeline.link import Link, fan_of
+from collapipe_flwr.pipeline.link import Link, join_links
 from collapipe_flwr.pipeline.meter import Recorder
 from collapipe_flwr.pipeline.optimizer import Optimizer
 
@@ -74,7 +74,7 @@ class Lanes:
     def upstream(self) -> Link:
         """All links from the stage ahead as one."""
         found = (self.links[lane] for lane in sorted(self._ahead))
-        return fan_of([link for link in found if link is not None], self.turn)
+        return join_links([link for link in found if link is not None], self.turn)
 
     @property
     def behind(self) -> Link | None:

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from collapipe_flwr.core.durable import draft, own_folder
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
-from collapipe_flwr.pipeline.meter import bytes_of
-from collapipe_flwr.pipeline.state import digest_of
+from collapipe_flwr.pipeline.meter import count_bytes
+from collapipe_flwr.pipeline.state import compute_digest
 
 _log = logging.getLogger(__name__)
 _SUFFIX, _NAME = ".safetensors", "tensor"
 _STORED = "last session"
-_DIGEST = re.compile("[0-9a-f]{32}")  # as `digest_of` writes it, and in the name of each file
+_DIGEST = re.compile("[0-9a-f]{32}")  # as `compute_digest` writes it, and in the name of each file
 
 
 def _list_own_files(folder: Path) -> list[Path]:
@@ -52,7 +52,7 @@ class TensorStore:
         with self._lock:
             self._tensors = ()
             try:
-                self._account.reserve({_STORED: bytes_of(kept)})
+                self._account.reserve({_STORED: count_bytes(kept)})
             except NoRoom:
                 self._account.reserve({_STORED: 0})
             else:
@@ -63,7 +63,7 @@ class TensorStore:
         with self._lock:
             tensors, self._tensors = self._tensors, ()
             self._account.reserve({_STORED: 0})
-        held = {digest_of(tensor): tensor for tensor in tensors}
+        held = {compute_digest(tensor): tensor for tensor in tensors}
         return {digest: held[digest] for digest in digests if digest in held}
 
     @property
@@ -110,14 +110,14 @@ class WeightCache:
         except (OSError, SafetensorError) as error:
             _log.warning("%s cannot be read: %s", path, error)
             tensor = None
-        if tensor is None or digest_of(tensor) != digest:
+        if tensor is None or compute_digest(tensor) != digest:
             _log.warning("%s does not hold what its name says: it is removed", path)
             path.unlink(missing_ok=True)
             return None
         return tensor
 
     def _write(self, tensor: Tensor, written: Path) -> None:
-        path = self._path(digest_of(tensor))
+        path = self._path(compute_digest(tensor))
         if not path.is_file():
             save_file({_NAME: tensor.detach().contiguous()}, written)
             written.replace(path)

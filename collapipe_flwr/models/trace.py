@@ -102,9 +102,9 @@ class ModelTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Tensor, dict[str, Any]]] = []
         self._hidden: Any = None  # that the last block returned
         self._alive: list[Tensor] = [*inputs.values()]  # or their memory would be used again
-        self._inputs = {_storage(tensor): name for name, tensor in inputs.items()}
+        self._make_inputs = {_storage(tensor): name for name, tensor in inputs.items()}
         self._labels: dict[int, frozenset[Label]] = {
-            at: frozenset({("input", name)}) for at, name in self._inputs.items()
+            at: frozenset({("input", name)}) for at, name in self._make_inputs.items()
         }
         state = model.state_dict(keep_vars=True)
         self._owned = {
@@ -169,7 +169,7 @@ class ModelTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         if name == "embedding" and self._place == _AHEAD and _storage(read[0]) in self._owned:
             table = self._owned[_storage(read[0])]
-            self.ids_of.setdefault(table, set()).add(self._inputs.get(_storage(read[1])))
+            self.ids_of.setdefault(table, set()).add(self._make_inputs.get(_storage(read[1])))
         for tensor in read:
             self._note_read(_storage(tensor))
 

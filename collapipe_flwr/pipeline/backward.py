@@ -1,10 +1,10 @@
 """Backward passes that compute less and send earlier, with autograd's gradients.
 
 Fused gradient accumulation: autograd computes the gradient of a weight into new memory and adds it
-to the accumulated one, two passes over memory that `addmm_` saves. For the table of an embedding
-they cover every row, in a second copy of the table, for the few rows that occur. This concerns
-linear layers in single precision, the transposed ones of GPT-2 included, and embeddings; all other
-layers are left to autograd.
+to the accumulated one, two passes over memory that `addmm_` saves. For an embedding both passes
+cover the whole table and a second copy of it, though few rows occur. Fused are linear layers in
+single precision, the transposed ones of GPT-2 included, and embeddings; all other layers are left
+to autograd.
 
 Deferred weight gradients (the W of zero-bubble schedules): the stage ahead waits only for the
 gradient of its output, the optimizer for those of weights. So a pass may defer the products of
@@ -41,11 +41,11 @@ class WeightGradient(NamedTuple):
         """Add it in place; not while autograd records."""
         gradient = self.weight.grad
         if gradient is None:
-            self.weight.grad = self.product()
+            self.weight.grad = self.compute()
         else:
             gradient.addmm_(self.left.t(), self.right)
 
-    def product(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Compute the product of shape (a, b)."""
         return self.left.t().mm(self.right)
 
@@ -86,11 +86,11 @@ def defer_products() -> Iterator[DeferredGradients]:
 def _accumulate(gradient: WeightGradient) -> Tensor | None:
     """Defer or add a product; return it to autograd for hooks, or as the first gradient."""
     if has_hooks(gradient.weight):
-        return gradient.product()
+        return gradient.compute()
     if _thread.deferred is not None:
         _thread.deferred.append(gradient)
     elif gradient.weight.grad is None:
-        return gradient.product()
+        return gradient.compute()
     else:
         gradient.add()
     return None
@@ -113,7 +113,7 @@ def fuse_accumulation(part: nn.Module) -> None:
         elif kind is nn.Linear and _is_large(module):
             module.__class__ = FusedLinear
         elif (kind.__module__, kind.__name__) == _CONV1D and _is_large(module):
-            module.__class__ = _fused_conv1d(kind)
+            module.__class__ = _fuse_conv1d(kind)
 
 
 def _is_large(module: nn.Module) -> bool:
@@ -127,7 +127,7 @@ class FusedLinear(nn.Linear):
 
     def forward(self, given: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
-        weight, bias = _weight_and_bias(self)
+        weight, bias = _get_weight_and_bias(self)
         if _is_plain(weight) or torch.is_autocast_enabled(weight.device.type):
             return super().forward(given)
         return _product(given, weight, bias, False)
@@ -145,11 +145,11 @@ class FusedEmbedding(nn.Embedding):
 
 
 @cache
-def _fused_conv1d(kind: Any) -> Any:
+def _fuse_conv1d(kind: Any) -> Any:
     """Make a `FusedLinear` of a layer whose weight is (in, out)."""
 
     def forward(self: Any, given: Tensor) -> Any:
-        weight, bias = _weight_and_bias(self)
+        weight, bias = _get_weight_and_bias(self)
         if _is_plain(weight) or torch.is_autocast_enabled(weight.device.type):
             return kind.forward(self, given)
         return _product(given, weight, bias, True)
@@ -157,7 +157,7 @@ def _fused_conv1d(kind: Any) -> Any:
     return type("FusedConv1D", (kind,), {"forward": forward})
 
 
-def _weight_and_bias(layer: nn.Module) -> tuple[Any, Any]:
+def _get_weight_and_bias(layer: nn.Module) -> tuple[Any, Any]:
     """Read them straight from the registry, which is faster than attribute access."""
     parameters = layer._parameters
     return parameters["weight"], parameters["bias"]
@@ -183,7 +183,7 @@ class _LinearProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (given, weight) = gradients, ctx.saved_tensors
         needs_given, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        rows, inputs = _rows(gradient), _rows(given)
+        rows, inputs = _flatten_rows(gradient), _flatten_rows(given)
         matrix, left, right = (weight, rows, inputs)
         if ctx.turned:
             matrix, left, right = weight.t(), inputs, rows
@@ -207,7 +207,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (given,), weight = ctx.saved_tensors, ctx.weight
-        ids, rows = given.reshape(-1), _rows(gradients[0])
+        ids, rows = given.reshape(-1), _flatten_rows(gradients[0])
         if ctx.padding_id is not None:
             rows = rows * (ids != ctx.padding_id).unsqueeze(1)
         is_first = weight.grad is None or has_hooks(weight)
@@ -216,15 +216,15 @@ class _Lookup(torch.autograd.Function):
         return None, total if is_first else None, None
 
 
-def _quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+def _find_quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
     """Return ``function.apply`` without its preparations for `torch.func`, slow in every call."""
     applied: Callable[..., Tensor] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return applied
 
 
-_product, _lookup = _quick_apply(_LinearProduct), _quick_apply(_Lookup)
+_product, _lookup = _find_quick_apply(_LinearProduct), _find_quick_apply(_Lookup)
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def _flatten_rows(tensor: Tensor) -> Tensor:
     """Flatten (..., d) to (N, d)."""
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)

@@ -68,8 +68,8 @@ def run_benchmark(
 ) -> BenchmarkAnswer:
     """Time the mean of some repeats after one warm-up, on `place` (None: the CPU).
 
-    It uses as many threads as training. Under a quota, as of a container, a pass ends at once or
-    waits for the next period: the mean is what training gets, the median is either of both.
+    It uses as many threads as training. Under a CPU quota, as in a container, a pass runs at full
+    speed or waits for the next period: training gets the mean, and the median would be one of both.
     """
     import torch
     from torch import nn
@@ -77,14 +77,14 @@ def run_benchmark(
     from collapipe_flwr.pipeline.compute import (
         CPU,
         describe,
+        describe_torch,
         finish,
-        free_bytes,
-        one_thread,
-        torch_build,
+        measure_free_bytes,
+        use_one_thread,
     )
 
     place = place or CPU
-    memory_bytes = free_bytes(place)
+    memory_bytes = measure_free_bytes(place)
     block = nn.TransformerEncoderLayer(
         request.width,
         request.width // _HEAD_WIDTH,
@@ -98,7 +98,7 @@ def run_benchmark(
 
     def once() -> float:
         start_s = clock()
-        with one_thread(place):
+        with use_one_thread(place):
             block(hidden_BTD).square().mean().backward()
         finish(place)
         return clock() - start_s
@@ -108,15 +108,15 @@ def run_benchmark(
     while len(times) < _LEAST_REPEATS or (clock() < until_s and len(times) < _MOST_REPEATS):
         times.append(once())
     return BenchmarkAnswer(
-        flop=block_flop(request),
+        flop=count_block_flop(request),
         seconds=fmean(times),
         memory_bytes=memory_bytes,
         computes=describe(place),
-        torch=torch_build(),
+        torch=describe_torch(),
     )
 
 
-def block_flop(request: BenchmarkRequest) -> float:
+def count_block_flop(request: BenchmarkRequest) -> float:
     """Count the FLOP of a forward and backward pass; backward takes twice as many.
 
     These are the matrix products of attention (4 d^2), MLP (8 d^2) and scores (2 T d).

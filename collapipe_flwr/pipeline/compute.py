@@ -39,7 +39,7 @@ def resolve(name: str, key: str = "compute") -> torch.device:
     check(key, name, compute_name())
     here = list_devices()
     if name == AUTO:
-        fit = (d for d in here if d.type in _AUTOMATIC and not _fault(d, warns=True))
+        fit = (d for d in here if d.type in _AUTOMATIC and not _find_fault(d, warns=True))
         return _switch_off_tf32(next(fit, CPU))
     device = _add_number(torch.device(name))
     if device not in here:
@@ -47,7 +47,7 @@ def resolve(name: str, key: str = "compute") -> torch.device:
             f"{key} is {name!r}, but torch {torch.__version__} finds only "
             f"{', '.join(map(str, here))} here: choose one of these, or auto"
         )
-    if fault := _fault(device):
+    if fault := _find_fault(device):
         raise ConfigError(
             f"{key} is {name!r}, but a product there fails ({fault}): install a torch that was "
             "built for it, or choose cpu"
@@ -62,9 +62,9 @@ def list_devices() -> tuple[torch.device, ...]:
     return (CPU, *found)
 
 
-def place_of(part: nn.Module) -> torch.device:
+def find_place(part: nn.Module) -> torch.device:
     """Return the device of a part's tensors; the CPU for a part without any."""
-    held = (t for tensors in _tables(part) for t in tensors.values() if t is not None)
+    held = (t for tensors in _iterate_tables(part) for t in tensors.values() if t is not None)
     first = next(held, None)
     return CPU if first is None else first.device
 
@@ -72,12 +72,12 @@ def place_of(part: nn.Module) -> torch.device:
 def hold(part: nn.Module, device: torch.device) -> nn.Module:
     """Move all tensors of a part, which is returned; tied tensors stay tied.
 
-    An optimizer must be made afterwards.
+    Make its optimizer afterwards.
     """
-    if device == CPU and place_of(part) == CPU:
+    if device == CPU and find_place(part) == CPU:
         return part
     moved: dict[Tensor, Tensor] = {}
-    for tensors in _tables(part):
+    for tensors in _iterate_tables(part):
         for name, tensor in tensors.items():
             if tensor is not None:
                 if tensor not in moved:
@@ -112,7 +112,7 @@ def finish(device: torch.device) -> None:
         module.synchronize() if device.type == "mps" else module.synchronize(device)
 
 
-def one_thread(device: torch.device) -> AbstractContextManager[Any]:
+def use_one_thread(device: torch.device) -> AbstractContextManager[Any]:
     """Run backward passes in the thread that calls them, as on a CPU.
 
     Otherwise autograd runs those of an accelerator in another thread, without the thread-local
@@ -121,7 +121,7 @@ def one_thread(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device == CPU else torch.autograd.set_multithreading_enabled(False)
 
 
-def free_bytes(device: torch.device) -> int:
+def measure_free_bytes(device: torch.device) -> int:
     """Read the memory of a device that a new program could use."""
     if device == CPU:
         return available_memory_bytes()
@@ -163,7 +163,7 @@ def describe(device: torch.device) -> str:
     return str(device)
 
 
-def torch_build() -> str:
+def describe_torch() -> str:
     """Name the installed torch and what it was built for."""
     version = torch.version
     kinds = {"CUDA": version.cuda, "ROCm": version.hip, "XPU": getattr(version, "xpu", None)}
@@ -176,7 +176,7 @@ def _add_number(device: torch.device) -> torch.device:
     return device if device == CPU else torch.device(device.type, device.index or 0)
 
 
-def _fault(device: torch.device, *, warns: bool = False) -> str:
+def _find_fault(device: torch.device, *, warns: bool = False) -> str:
     """Try one product on a device; returns its error or "", as drivers and builds may not fit."""
     try:
         ones = torch.ones(8, 8, device=device)
@@ -197,7 +197,7 @@ def _switch_off_tf32(device: torch.device) -> torch.device:
     return device
 
 
-def _tables(part: nn.Module) -> Iterator[dict[str, Any]]:
+def _iterate_tables(part: nn.Module) -> Iterator[dict[str, Any]]:
     """Yield parameters and buffers of every module, whatever `part.parameters` yields."""
     for module in part.modules():
         yield module._parameters
@@ -224,7 +224,7 @@ def _begin_copy(tensor: Tensor) -> Tensor:
 
 
 def compute_in(precision: str, place: torch.device = CPU) -> AbstractContextManager[object]:
-    """Compute products in bfloat16 inside; casts of weights pass gradients back to fp32 ones.
+    """Compute products in ``precision``; casts of weights pass gradients back to fp32 ones.
 
     The dtype of the output is kept on links, so that a cut changes no result.
     """

@@ -53,7 +53,7 @@ class Execution:
 
     @property
     def without_recompute(self) -> Execution:
-        """For the first and the last stage, which keep their activations."""
+        """These options for the first and the last stage, which keep their activations."""
         return replace(self, recompute=False)
 
 
@@ -62,8 +62,8 @@ class NoiseConfig:
     """Example-level differential privacy of what a cluster returns (`private_gradients`).
 
     Every example's gradient is clipped to the norm ``clip_norm``, and noise of ``noise_multiplier``
-    times that is added to a step's sum; 0 for both: none of it. A cluster takes no step that would
-    lead its account beyond ``max_epsilon`` (0: no end) at ``delta``.
+    times that is added to a step's sum; both are 0 without privacy. A cluster takes no step that
+    would lead its account beyond ``max_epsilon`` (0: no limit) at ``delta``.
     """
 
     clip_norm: float = key(0.0, at_least(0))
@@ -93,10 +93,10 @@ class NoiseConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExamplePrivacy:
-    """What stages do to the gradient of every example, whose micro-batch it is alone.
+    """Clipping and noise of private gradients; every micro-batch is one example.
 
-    Each group of parameters is clipped to ``group_norm``; ``deviation`` is that of the noise of a
-    sum over examples, which is drawn from the ``secret`` of the order (hexadecimal).
+    Each group of parameters is clipped to ``group_norm``. The noise of a sum over examples has the
+    standard deviation ``deviation`` and is drawn from the order's ``secret`` (hexadecimal).
     """
 
     group_norm: float
@@ -150,7 +150,7 @@ class SessionKey:
     )  # a secret: never printed
 
     @classmethod
-    def random(cls, prefix: str) -> SessionKey:
+    def draw(cls, prefix: str) -> SessionKey:
         """Draw a new key from a cryptographic source."""
         return cls(
             session_id=f"{prefix}-{secrets.token_hex(4)}", token=secrets.token_hex(_RANDOM_BYTES)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import CollaPipeError, LinkError, LinkTimeout, ProtocolError
-from collapipe_flwr.pipeline.compute import bring, bring_home, place_of
+from collapipe_flwr.pipeline.compute import bring, bring_home, find_place
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, Link, Mailbox
 
@@ -36,7 +36,7 @@ MOST_SLOTS = 64
 _STOPPED = "the text was stopped before its end"
 
 
-def next_frame(link: Link, pause_s: float) -> Frame:
+def take_frame(link: Link, pause_s: float) -> Frame:
     """Take the next frame of a chain that generates.
 
     Raises LinkTimeout when the chain is not used for ``pause_s``, ProtocolError for a frame that
@@ -61,7 +61,7 @@ def relay_generation(part: Any, up: Link, down: Link, settings: StageConfig) -> 
     caches: dict[int, Any] = {}
     pump = threading.Thread(target=_pump, args=(down, up, settings, caches), daemon=True)
     pump.start()
-    while (frame := next_frame(up, settings.pause_s)).kind is not FrameKind.END:
+    while (frame := take_frame(up, settings.pause_s)).kind is not FrameKind.END:
         passed: Frame | None = frame
         if frame.kind is FrameKind.ACTIVATION:
             passed = _pass_through(part, caches, frame)
@@ -75,7 +75,7 @@ def relay_generation(part: Any, up: Link, down: Link, settings: StageConfig) -> 
 
 def _pass_through(part: Any, caches: dict[int, Any], frame: Frame) -> Frame | None:
     """Return the frame for the next stage; None if its text has ended."""
-    came, text = bring(frame.tensors, place_of(part)), frame.micro_batch
+    came, text = bring(frame.tensors, find_place(part)), frame.micro_batch
     hidden = came[HIDDEN]
     with torch.no_grad():
         if PAST not in frame.scalars:
@@ -97,7 +97,7 @@ def _pump(down: Link, up: Link, settings: StageConfig, caches: dict[int, Any]) -
     """Forward every frame from the edge upstream, and a link error."""
     try:
         while True:
-            frame = next_frame(down, settings.pause_s)
+            frame = take_frame(down, settings.pause_s)
             if DONE in frame.scalars:
                 caches.pop(frame.micro_batch, None)
             up.send(frame, deadline_s=settings.deadline_s)
@@ -115,7 +115,7 @@ class _ServedText:
     over: bool = False  # its last frame is on its way
 
     def stop(self) -> None:
-        """End it when it next sends tokens."""
+        """End the text when it next sends tokens."""
         self.stopped.set()
         self.answers.fail(LinkError(_STOPPED))
 
@@ -138,7 +138,7 @@ class GeneratingEdge:
         pause_s = self._settings.pause_s
         with ThreadPoolExecutor(self._most, thread_name_prefix="generate") as pool:
             try:
-                while (frame := next_frame(self._up, pause_s)).kind is not FrameKind.END:
+                while (frame := take_frame(self._up, pause_s)).kind is not FrameKind.END:
                     self._accept(frame, pool)
             finally:
                 for text in self._texts.values():
@@ -184,14 +184,14 @@ class GeneratingEdge:
     def _run(self, text: _ServedText, prompt: Frame) -> None:
         """Generate one text; its last frame carries its error, and the others go on."""
         try:
-            last = self._last_frame(text, prompt)
+            last = self._make_last_frame(text, prompt)
             text.over = True  # before the frame leaves, for the next text may follow at once
             self._up.send(last, deadline_s=self._settings.deadline_s)
         except BaseException as error:
             self._up.close(f"generation failed: {error}")
             raise
 
-    def _last_frame(self, text: _ServedText, prompt: Frame) -> Frame:
+    def _make_last_frame(self, text: _ServedText, prompt: Frame) -> Frame:
         try:
             tokens = self._generate(text, prompt)
             if text.stopped.is_set():
@@ -200,22 +200,22 @@ class GeneratingEdge:
             late = {LATE: 1.0} if isinstance(error, LinkError) else {}
             tokens = torch.zeros(0, dtype=torch.long)
             return replace(
-                _tokens_frame(text, {TOKENS: tokens}, {DONE: 1.0, **late}), text=str(error)
+                _make_tokens_frame(text, {TOKENS: tokens}, {DONE: 1.0, **late}), text=str(error)
             )
-        return _tokens_frame(text, {TOKENS: tokens}, {DONE: 1.0})
+        return _make_tokens_frame(text, {TOKENS: tokens}, {DONE: 1.0})
 
     def _generate(self, text: _ServedText, frame: Frame) -> Tensor:
         from collapipe_flwr.models.generation import Prompt  # only where texts are generated
 
-        deadline_s, place = self._settings.deadline_s, place_of(self._part)
+        deadline_s, place = self._settings.deadline_s, find_place(self._part)
 
         def emit(tokens: Tensor) -> bool:
-            self._up.send(_tokens_frame(text, {TOKENS: tokens}, {}), deadline_s=deadline_s)
+            self._up.send(_make_tokens_frame(text, {TOKENS: tokens}, {}), deadline_s=deadline_s)
             return not text.stopped.is_set()
 
         def ask(ids: Tensor, rows: Tensor | None) -> Tensor:
             moved = {} if rows is None else {ROWS: rows}
-            asked = _tokens_frame(text, {TOKENS: ids, **moved}, {ASK: 1.0})
+            asked = _make_tokens_frame(text, {TOKENS: ids, **moved}, {ASK: 1.0})
             self._up.send(asked, deadline_s=deadline_s)
             try:
                 return bring(text.answers.get(deadline_s).tensors, place)[HIDDEN]
@@ -237,7 +237,7 @@ class GeneratingEdge:
         return tokens
 
 
-def _tokens_frame(
+def _make_tokens_frame(
     text: _ServedText, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]
 ) -> Frame:
     return Frame(

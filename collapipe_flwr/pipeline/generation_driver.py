@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ModelError, ProtocolError
-from collapipe_flwr.pipeline.compute import bring, bring_home, place_of
+from collapipe_flwr.pipeline.compute import bring, bring_home, find_place
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.generation import (
     ASK,
@@ -24,7 +24,7 @@ from collapipe_flwr.pipeline.generation import (
     ROWS,
     SLOTS,
     TOKENS,
-    next_frame,
+    take_frame,
 )
 from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, Link, Mailbox
 
@@ -39,7 +39,7 @@ class TextTimeout(LinkTimeout):
 class _DrivenText:
     number: int
     inbox: Mailbox[Frame]
-    over: threading.Event = field(default_factory=threading.Event)  # at the edge, or the chain is
+    over: threading.Event = field(default_factory=threading.Event)  # at the edge, or with the chain
 
 
 class GenerationDriver:
@@ -66,7 +66,8 @@ class GenerationDriver:
         self._cached = cached
         self._input_name = input_name
         self._slots = slots
-        # Of the three below. The garbage collector may close a text in a thread that holds it.
+        # Guards the next three. Reentrant: the garbage collector may close a text in a thread that
+        # holds it.
         self._lock = threading.RLock()
         self._texts: dict[int, _DrivenText] = {}  # by number
         self._broken: LinkError | None = None
@@ -87,10 +88,10 @@ class GenerationDriver:
         when no slot becomes free or the text is read too slowly, LinkError when the chain fails.
         Closing the iterator stops the text.
         """
-        first = self._frame(prompt, 0, text=settings_json)
+        first = self._make_frame(prompt, 0, text=settings_json)
         text = self._begin()
         try:
-            yield from self._pieces(text, first, prompt.shape[1])
+            yield from self._yield_pieces(text, first, prompt.shape[1])
         except TextTimeout:
             raise
         except LinkError as error:
@@ -111,7 +112,7 @@ class GenerationDriver:
         if self._reader.is_alive():
             raise LinkTimeout("the chain did not end its generation in time")
 
-    def _pieces(self, text: _DrivenText, first: Frame, place: int) -> Generator[Tensor]:
+    def _yield_pieces(self, text: _DrivenText, first: Frame, place: int) -> Generator[Tensor]:
         self._send(text, first)
         seen = 0  # tokens
         while True:
@@ -120,7 +121,7 @@ class GenerationDriver:
                 raise (TextTimeout if LATE in frame.scalars else ModelError)(frame.text)
             tokens = frame.tensors[TOKENS]
             if ASK in frame.scalars:
-                self._send(text, self._frame(tokens, place, rows=frame.tensors.get(ROWS)))
+                self._send(text, self._make_frame(tokens, place, rows=frame.tensors.get(ROWS)))
                 place += tokens.shape[1]
                 continue
             new = tokens[seen:] if DONE in frame.scalars else tokens
@@ -182,12 +183,12 @@ class GenerationDriver:
             replace(frame, micro_batch=text.number), deadline_s=self._settings.deadline_s
         )
 
-    def _frame(
+    def _make_frame(
         self, ids: Tensor, past: int, *, text: str = "", rows: Tensor | None = None
     ) -> Frame:
-        inputs, carried = self._inputs(ids, past)
+        inputs, carried = self._make_inputs(ids, past)
         with torch.no_grad():
-            hidden = self._part(bring(inputs, place_of(self._part)))
+            hidden = self._part(bring(inputs, find_place(self._part)))
         scalars = {PROMPT: 1.0} if past == 0 else {}
         if self._cached:
             scalars[PAST] = float(past)
@@ -199,7 +200,9 @@ class GenerationDriver:
             text=text,
         )
 
-    def _inputs(self, ids: Tensor, past: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    def _make_inputs(
+        self, ids: Tensor, past: int
+    ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """Return the inputs of the embedding, and the tensors sent with its output."""
         if self._input_name != INPUT_IDS:
             return {self._input_name: ids}, {}
@@ -213,7 +216,7 @@ class GenerationDriver:
     def _read(self) -> None:
         try:
             pause_s = self._settings.pause_s
-            while (frame := next_frame(self._down, pause_s)).kind is not FrameKind.END:
+            while (frame := take_frame(self._down, pause_s)).kind is not FrameKind.END:
                 self._deliver(frame)
         except LinkError as error:
             self._break(error)

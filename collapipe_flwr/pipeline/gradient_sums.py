@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MOST_TENSORS = 64  # of a frame
 ROWS = "rows/"  # and the key of a table: tensors of BEGIN and ROWS frames
-SUM = "sum/"  # no codec knows tensors of this name
+SUM = "sum/"  # codecs leave tensors of this name alone
 SHARED = "shared/"
 
 Send = Callable[[Link, Frame], None]
@@ -53,8 +53,8 @@ Piece = tuple[_Slice, ...]
 class Siblings:
     """The links of a replica to its neighbours in the line; `ahead` is nearer to the first one.
 
-    `place` is 0 at the front. No replica may wait for a total that needs a piece which one behind
-    it sends only after it has the total: the further back, the later totals are waited for.
+    `place` is 0 at the front. Replicas further back wait for totals later, so that none waits for
+    a total that needs a piece which a replica behind it has not sent yet.
     """
 
     ahead: Link | None = None
@@ -71,7 +71,7 @@ class Siblings:
         self, parameters: Mapping[str, Tensor], step: int, send: Send, receive: Receive
     ) -> None:
         """Give every parameter the gradient summed over all replicas; None where none has one."""
-        pieces = list(enumerate(pieces_of(parameters)))
+        pieces = list(enumerate(cut_pieces(parameters)))
         late = [None] * pieces_ahead(self.place)
 
         def take(
@@ -86,12 +86,12 @@ class Siblings:
             if up is not None:
                 take(self.behind, *up, Tensor.add_)
                 if self.ahead is not None:
-                    send(self.ahead, _frame(parameters, step, *up))
+                    send(self.ahead, _make_frame(parameters, step, *up))
             if down is not None:
                 take(self.ahead, *down, Tensor.copy_)
                 if self.behind is not None:
-                    # A copy: links in memory hand the tensors over, and gradients are to change.
-                    send(self.behind, _frame(parameters, step, *down, copy=True))
+                    # A copy: links in memory hand tensors over, and these gradients still change.
+                    send(self.behind, _make_frame(parameters, step, *down, copy=True))
 
     def check(self, part: nn.Module) -> None:
         """Remember the part's buffers; raise ModelError if they differ from those remembered.
@@ -112,7 +112,7 @@ class Siblings:
                 link.close(error)
 
 
-def pieces_of(parameters: Mapping[str, Tensor]) -> Iterator[Piece]:
+def cut_pieces(parameters: Mapping[str, Tensor]) -> Iterator[Piece]:
     """Cut gradients into pieces of one frame, in the same way on every replica."""
     piece: list[_Slice] = []
     size = 0
@@ -130,7 +130,7 @@ def pieces_of(parameters: Mapping[str, Tensor]) -> Iterator[Piece]:
         yield tuple(piece)
 
 
-def _frame(
+def _make_frame(
     parameters: Mapping[str, Tensor], step: int, number: int, piece: Piece, *, copy: bool = False
 ) -> Frame:
     tensors = {
@@ -165,7 +165,7 @@ def _flatten(parameter: Tensor, *, make: bool = False) -> Tensor:
     return parameter.grad.view(-1)
 
 
-def shared_parameters(part: nn.Module) -> dict[str, nn.Parameter]:
+def find_shared_parameters(part: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters of ``part`` that other stages hold too, by key."""
     find = getattr(part, "shared_parameters", dict)
     return cast("dict[str, nn.Parameter]", find())
@@ -179,7 +179,7 @@ def add_shared(
     The sum begins with the proximal term, which counts once and not on every stage.
     """
     total = {name: tensor for name, tensor in behind.items() if name.startswith(SHARED)}
-    for key, parameter in shared_parameters(part).items():
+    for key, parameter in find_shared_parameters(part).items():
         name = SHARED + key
         if name not in total:
             optimizer.add_proximal((key,))
@@ -190,7 +190,7 @@ def add_shared(
 
 def take_shared(part: nn.Module, total: Mapping[str, Tensor]) -> None:
     """Give shared parameters the summed gradient. Raises ProtocolError where one is missing."""
-    for key, parameter in shared_parameters(part).items():
+    for key, parameter in find_shared_parameters(part).items():
         gradient = total.get(SHARED + key)
         if gradient is None or gradient.shape != parameter.shape:
             raise ProtocolError(f"the sum of gradients of the shared {key!r} is missing")
@@ -227,7 +227,7 @@ def lend_rows(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         raise ProtocolError(f"the first stage asks for rows that do not exist: {error}") from error
 
 
-def row_gradients(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def read_row_gradients(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients of the rows on the first part, by frame name."""
     return {ROWS + key: cast("Borrower", part).row_gradients(key) for key in ids}
 
@@ -235,7 +235,7 @@ def row_gradients(part: nn.Module, ids: Mapping[str, Tensor]) -> dict[str, Tenso
 def add_row_gradients(
     part: nn.Module, ids: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
 ) -> None:
-    """Add them to the last part's tables. Raises ProtocolError where they do not fit."""
+    """Add gradients to the last part's tables. Raises ProtocolError where they do not fit."""
     for key, which in ids.items():
         gradient = gradients.get(ROWS + key)
         if gradient is None or len(gradient) != len(which):

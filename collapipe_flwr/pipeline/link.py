@@ -24,7 +24,7 @@ from collapipe_flwr.core.texts import make_printable
 if TYPE_CHECKING:
     from torch import Tensor
 
-# A batch's own tensors travel in the same frames, by names that begin with no stroke.
+# A batch's own tensors travel in the same frames, by names that do not begin with a slash.
 HIDDEN = "/hidden"  # the tensor of an ACTIVATION frame that carries gradients
 GRAD = "/grad"  # the tensor of a GRADIENT frame
 LEARNS = "learns"  # scalar of an ACTIVATION: 0 where everything ahead is frozen
@@ -74,7 +74,7 @@ _FAILED = " failed: "  # in an error that was passed on
 _MOST_CHARACTERS = 1000  # of an error that is sent
 
 
-def error_frame(error: LinkError) -> Frame:
+def make_error_frame(error: LinkError) -> Frame:
     """Build the ERROR frame that tells a neighbour."""
     if not isinstance(error, MemberFailed):
         return Frame(kind=FrameKind.ERROR, text=make_printable(str(error))[:_MOST_CHARACTERS])
@@ -85,7 +85,7 @@ def error_frame(error: LinkError) -> Frame:
     )
 
 
-def error_of(frame: Frame, peer: str) -> LinkError:
+def read_error(frame: Frame, peer: str) -> LinkError:
     """Read an ERROR frame of ``peer``, which is named unless it passes the error on."""
     text, scalars = make_printable(frame.text[:_MOST_CHARACTERS]), frame.scalars
     blame, side = scalars.get(_BLAME), scalars.get(_SIDE)
@@ -100,7 +100,7 @@ def needs_gradient(frame: Frame) -> bool:
     return frame.scalars.get(LEARNS, 1.0) != 0.0
 
 
-def context_of(frame: Frame) -> dict[str, Tensor]:
+def select_context(frame: Frame) -> dict[str, Tensor]:
     """Return all tensors of an ACTIVATION frame but the hidden state."""
     return {name: t for name, t in frame.tensors.items() if name != HIDDEN}
 
@@ -228,7 +228,7 @@ def _copy_error(error: LinkError) -> LinkError:
 
 
 class MemoryLink:
-    """One end of `memory_pair`: tensors are handed over, not copied."""
+    """One end of `make_memory_pair`: tensors are handed over, not copied."""
 
     def __init__(self, name: str, peer: str, inbox: Mailbox[Any], outbox: Mailbox[Any]) -> None:
         self.name = name
@@ -249,14 +249,14 @@ class MemoryLink:
     def close(self, error: str | LinkError = "") -> None:
         if error:
             sent = error if isinstance(error, LinkError) else LinkError(error)
-            received = error_of(error_frame(sent), self.name)
+            received = read_error(make_error_frame(sent), self.name)
             self._outbox.fail(received)
             self._inbox.fail(received)
         self._outbox.end()
         self._inbox.fail(LinkError(f"{self.name} closed the link"))
 
 
-def memory_pair(
+def make_memory_pair(
     left: str, right: str, *, queue_frames: int = QUEUE_FRAMES
 ) -> tuple[MemoryLink, MemoryLink]:
     """Make two joined ends: the first is held by `left`, the second by `right`."""
@@ -293,13 +293,13 @@ class ReplicaLinks:
     def received(self) -> LinkTraffic:
         return reduce(LinkTraffic.__add__, (link.received for link in self._links))
 
-    def link_for(self, micro_batch: int) -> Link:
+    def choose_link(self, micro_batch: int) -> Link:
         """Return the link that a micro-batch takes."""
         return self._links[self._turn.lane(micro_batch, len(self._links))]
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
         among = frame.kind in _OF_MICRO_BATCHES
-        for link in (self.link_for(frame.micro_batch),) if among else self._links:
+        for link in (self.choose_link(frame.micro_batch),) if among else self._links:
             with _name_peer(link):
                 link.send(frame, deadline_s=deadline_s)
 
@@ -334,13 +334,13 @@ def _name_peer(link: Link) -> Iterator[None]:
         raise
 
 
-def fan_of(links: Sequence[Link], turn: ReplicaIndex) -> Link:
+def join_links(links: Sequence[Link], turn: ReplicaIndex) -> Link:
     """Join links into one; a single link is returned as it is."""
     return links[0] if len(links) == 1 else ReplicaLinks(links, turn)
 
 
-def lane_of(link: Link, kind: FrameKind, micro_batch: int) -> Link:
+def choose_lane(link: Link, kind: FrameKind, micro_batch: int) -> Link:
     """Return the link that brings this frame."""
     if kind in _OF_MICRO_BATCHES and isinstance(link, ReplicaLinks):
-        return link.link_for(micro_batch)
+        return link.choose_link(micro_batch)
     return link

@@ -46,7 +46,7 @@ class Recorder:
         self._counts = Counter[str]()
 
     @contextmanager
-    def span(self, work: str, step: int, micro_batch: int = 0) -> Iterator[None]:
+    def record(self, work: str, step: int, micro_batch: int = 0) -> Iterator[None]:
         """Time the body under `work`, also when it raises."""
         start_s = time.perf_counter()
         try:
@@ -60,7 +60,7 @@ class Recorder:
                 times = {"start_s": start_s, "stop_s": stop_s}
                 self.spans.append(Span(work=work, step=step, micro_batch=micro_batch, **times))
 
-    def seconds(self, work: str) -> float:
+    def sum_seconds(self, work: str) -> float:
         return self._seconds.get(work, 0.0)
 
     def count(self, work: str) -> int:
@@ -68,7 +68,7 @@ class Recorder:
         return self._counts.get(work, 0)
 
 
-def square_norm(tensors: Iterable[Tensor]) -> float:
+def sum_squares(tensors: Iterable[Tensor]) -> float:
     """Sum the squares of all elements; 0 of nothing."""
     found = [t.detach() for t in tensors]
     return float(torch.stack(torch._foreach_norm(found)).square().sum()) if found else 0.0
@@ -93,7 +93,7 @@ class MemoryMeter:
     def set_fixed(self, kind: Hashable, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """Set the tensors besides micro-batches; those of a ``kind`` are measured once."""
         if kind not in self._known_fixed:
-            self._known_fixed[kind] = bytes_of(tensors())
+            self._known_fixed[kind] = count_bytes(tensors())
         self._fixed_bytes = self._known_fixed[kind]
         self._note()
 
@@ -110,7 +110,7 @@ class MemoryMeter:
             return
         with _notice_saved() as saved:
             yield
-        alive_bytes = bytes_of(tensor for tensor in inputs if tensor is not None)
+        alive_bytes = count_bytes(tensor for tensor in inputs if tensor is not None)
         self._saved_bytes[kind] = max(_exclude(parameters, saved), alive_bytes)
 
     @contextmanager
@@ -127,7 +127,7 @@ class MemoryMeter:
 
     def note_rest(self, micro_batch: int, tensors: Iterable[Tensor]) -> None:
         """Note a moment when a micro-batch keeps these instead of its activations."""
-        self._note(bytes_of(tensors) - self._in_flight.get(micro_batch, 0))
+        self._note(count_bytes(tensors) - self._in_flight.get(micro_batch, 0))
 
     def release(self, micro_batch: int) -> None:
         """Stop counting a micro-batch, after its backward pass."""
@@ -138,9 +138,9 @@ class MemoryMeter:
         self.peak_bytes = max(self.peak_bytes, alive_bytes)
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> int:
+def count_bytes(tensors: Iterable[Tensor]) -> int:
     """Count the bytes of the storages behind the tensors, each storage once."""
-    return sum(_storage_bytes(tensors).values())
+    return sum(_find_storages(tensors).values())
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def _notice_saved() -> Iterator[dict[int, int]]:
     saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        saved.update(_storage_bytes((tensor,)))
+        saved.update(_find_storages((tensor,)))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -157,11 +157,11 @@ def _notice_saved() -> Iterator[dict[int, int]]:
 
 
 def _exclude(parameters: Iterable[Tensor], saved: Mapping[int, int]) -> int:
-    own = _storage_bytes(parameters)
+    own = _find_storages(parameters)
     return sum(n for address, n in saved.items() if address not in own)
 
 
-def _storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
+def _find_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Return bytes by address of the storages behind the tensors."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -171,7 +171,7 @@ Stages = Mapping[str, Sequence[Span]]  # in pipeline order
 Pass = tuple[int, int]  # step, micro-batch
 
 
-def chrome_trace(pipelines: Mapping[str, Stages]) -> dict[str, object]:
+def build_trace(pipelines: Mapping[str, Stages]) -> dict[str, object]:
     """Build the trace as JSON: a process per pipeline, a row per stage, in microseconds.
 
     Each pipeline starts at 0, by the clock of its first stage.
@@ -179,27 +179,27 @@ def chrome_trace(pipelines: Mapping[str, Stages]) -> dict[str, object]:
     events: list[dict[str, object]] = []
     rows = count()  # threads of different processes must differ too
     for number, (name, stages) in enumerate(pipelines.items()):
-        events.append(_metadata("process_name", number, 0, name=name))
+        events.append(_make_metadata("process_name", number, 0, name=name))
         aligned = align_clocks(stages)
         starts = [span.start_s for spans in aligned.values() for span in spans]
         origin_s = min(starts, default=0.0)
         for stage, spans in aligned.items():
             row = next(rows)
-            events.append(_metadata("thread_name", number, row, name=stage))
-            events.append(_metadata("thread_sort_index", number, row, sort_index=row))
-            events += [_event(span, number, row, origin_s) for span in spans]
+            events.append(_make_metadata("thread_name", number, row, name=stage))
+            events.append(_make_metadata("thread_sort_index", number, row, sort_index=row))
+            events += [_make_event(span, number, row, origin_s) for span in spans]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def write_trace(path: Path, pipelines: Mapping[str, Stages]) -> None:
-    """Write `chrome_trace` to a file, whole or not at all; raises RunError when it cannot be."""
+    """Write `build_trace` to a file, whole or not at all; raises RunError when it cannot be."""
     try:
-        write_text(path, json.dumps(chrome_trace(pipelines)))
+        write_text(path, json.dumps(build_trace(pipelines)))
     except OSError as error:
         raise RunError(f"the timeline {path} cannot be written ({error}); make room") from error
 
 
-def _event(span: Span, process: int, row: int, origin_s: float) -> dict[str, object]:
+def _make_event(span: Span, process: int, row: int, origin_s: float) -> dict[str, object]:
     passes = span.work in ("forward", "test", "backward", "weights")
     return {
         "ph": "X",
@@ -213,7 +213,7 @@ def _event(span: Span, process: int, row: int, origin_s: float) -> dict[str, obj
     }
 
 
-def _metadata(kind: str, process: int, row: int, **args: object) -> dict[str, object]:
+def _make_metadata(kind: str, process: int, row: int, **args: object) -> dict[str, object]:
     return {"ph": "M", "name": kind, "pid": process, "tid": row, "args": args}
 
 
@@ -223,30 +223,30 @@ def align_clocks(stages: Mapping[str, Sequence[Span]]) -> dict[str, tuple[Span, 
     forward: dict[Pass, Span] = {}  # of the nearest stage ahead that has the pass
     backward: dict[Pass, Span] = {}
     for name, spans in stages.items():
-        down = _least_gap_s(forward, _passes(spans, "forward"))
-        up = _least_gap_s(_passes(spans, "backward"), backward)
-        offset_s = _offset_s(down, up)
+        down = _find_least_gap_s(forward, _select_passes(spans, "forward"))
+        up = _find_least_gap_s(_select_passes(spans, "backward"), backward)
+        offset_s = _find_offset_s(down, up)
         aligned[name] = tuple(
             replace(span, start_s=span.start_s + offset_s, stop_s=span.stop_s + offset_s)
             for span in spans
         )
-        forward |= _passes(aligned[name], "forward")
-        backward |= _passes(aligned[name], "backward")
+        forward |= _select_passes(aligned[name], "forward")
+        backward |= _select_passes(aligned[name], "backward")
     return aligned
 
 
-def _offset_s(down: float | None, up: float | None) -> float:
+def _find_offset_s(down: float | None, up: float | None) -> float:
     """Return seconds to add to the stage behind; 0 where no gap is negative."""
     if down is None or up is None or (down >= 0 and up >= 0):
         return 0.0
     return (up - down) / 2  # then both gaps are (down + up) / 2
 
 
-def _passes(spans: Sequence[Span], work: str) -> dict[Pass, Span]:
+def _select_passes(spans: Sequence[Span], work: str) -> dict[Pass, Span]:
     return {(s.step, s.micro_batch): s for s in spans if s.work == work}
 
 
-def _least_gap_s(first: Mapping[Pass, Span], then: Mapping[Pass, Span]) -> float | None:
+def _find_least_gap_s(first: Mapping[Pass, Span], then: Mapping[Pass, Span]) -> float | None:
     """Return the shortest time from a pass's end to the next stage's start; None without any."""
     gaps = [then[key].start_s - first[key].stop_s for key in first.keys() & then.keys()]
     return min(gaps, default=None)

@@ -1,7 +1,7 @@
-"""What a stage says of the frames that it took and gave, so that an audit finds who went wrong.
+"""Notes of the frames that a stage took and gave; an audit compares them to find a wrong stage.
 
-A note of a frame has two parts: a digest of every byte, and a short sketch, by which two tensors
-can be compared that are equal to rounding only, as those of machines of two kinds are.
+A note of a frame has two parts: a digest of every byte, and a short sketch. Sketches of tensors
+that differ by rounding only, as on two kinds of machines, are close to each other.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class FrameNotes:
     def add(self, side: str, frame: Frame, *, down: bool) -> None:
         """Note a frame that was ``TAKEN`` or ``GIVEN``; other kinds than causes are left out."""
         if (frame.kind, down) in CAUSES:
-            key = key_of(frame.step, CAUSES.index((frame.kind, down)), side)
+            key = make_note_key(frame.step, CAUSES.index((frame.kind, down)), side)
             if len(self._notes) < MOST_NOTES or key in self._notes:  # a longer audit is refused
                 self._notes.setdefault(key, _Note()).add(frame)
 
-    def notes(self) -> dict[str, str]:
+    def encode(self) -> dict[str, str]:
         """All notes so far, as text that a report holds."""
         return {key: note.encode() for key, note in self._notes.items()}
 
 
-def key_of(step: int, cause: int, side: str) -> str:
+def make_note_key(step: int, cause: int, side: str) -> str:
     """Return the key of a note in a report."""
     return f"{step}/{cause}/{side}"
 
@@ -62,7 +62,7 @@ def key_of(step: int, cause: int, side: str) -> str:
 def agree(told: str, due: str, tolerance: float) -> bool:
     """Return whether a note says the same as another, up to ``tolerance`` relative (0: exactly).
 
-    What is no note agrees with nothing.
+    Text that is not a note agrees with no note.
     """
     if not tolerance or told == due:
         return told == due
@@ -115,32 +115,33 @@ class _Note:
 
 
 def _sketch(flat: Tensor) -> Tensor:
-    """Sum up numbers with random signs: what changes them by a share changes this by about as much.
+    """Sum up numbers with random signs: its relative change is about that of the numbers.
 
     The sums are of doubles, so that a large tensor is not rounded more than a small one.
     """
     rest = -flat.numel() % SKETCH_SIZE
-    signed = torch.nn.functional.pad(flat.to(torch.float64), (0, rest)) * _signs(
+    signed = torch.nn.functional.pad(flat.to(torch.float64), (0, rest)) * _draw_signs(
         flat.numel() + rest
     )
     return signed.view(-1, SKETCH_SIZE).sum(0)
 
 
 @lru_cache(maxsize=_MOST_SIGNS)
-def _signs(count: int) -> Tensor:
+def _draw_signs(count: int) -> Tensor:
     random = torch.Generator().manual_seed(count)
     return torch.randint(0, 2, (count,), generator=random, dtype=torch.int8) * 2 - 1
 
 
 @cache
-def rounding_of(place: torch.device) -> str:
-    """Name what decides how a machine rounds: two of one name compute the same bits."""
+def describe_rounding(place: torch.device) -> str:
+    """Describe what decides how a machine rounds: equal descriptions mean equal bits."""
     build = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
     threads = f"{torch.get_num_threads()} threads"
-    return f"{platform.machine()}, {next(_processors(), '')}, {build}, {threads}, {describe(place)}"
+    machine = f"{platform.machine()}, {next(_list_processors(), '')}"
+    return f"{machine}, {build}, {threads}, {describe(place)}"
 
 
-def _processors() -> Iterator[str]:
+def _list_processors() -> Iterator[str]:
     """Yield the names of this machine's processors, as far as Linux tells them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -61,14 +61,14 @@ class LazyMapping(Mapping[str, T], Generic[T]):
         self._readers = dict(readers)
 
     @staticmethod
-    def of(*mappings: Mapping[str, T]) -> LazyMapping[T]:
-        """Join mappings, where later ones take precedence; of a plain mapping its values now."""
+    def join(*mappings: Mapping[str, T]) -> LazyMapping[T]:
+        """Join mappings, of which later ones take precedence; plain ones are read now."""
         readers: dict[str, Callable[[], T]] = {}
         for found in mappings:
             if isinstance(found, LazyMapping):
                 readers |= found._readers
             else:
-                readers |= {key: partial(_same, value) for key, value in found.items()}
+                readers |= {key: partial(_return_value, value) for key, value in found.items()}
         return LazyMapping(readers)
 
     def select(self, keys: Iterable[str]) -> LazyMapping[T]:
@@ -108,8 +108,8 @@ class OpenFile:
 
     def read(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Read the tensor that begins at ``start``; raises RunError when the disk fails."""
-        tensor = passing_tensor(shape, dtype)
-        data, done = raw_bytes(tensor), 0
+        tensor = allocate_tensor(shape, dtype)
+        data, done = view_bytes(tensor), 0
         try:
             while done < len(data):
                 count = os.preadv(self.descriptor, [data[done:]], start + done)
@@ -127,7 +127,7 @@ class Offload:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder or scratch_folder()
+        self._folder = folder or find_scratch_folder()
         self._file: OpenFile | None = None
         self._end = 0
         self._fails = False
@@ -136,9 +136,9 @@ class Offload:
         """Return a reader of ``tensor`` as it is now, on the CPU."""
         here = tensor.detach().to("cpu")
         large = here.nbytes >= OFFLOAD_BYTES
-        if large and (read := self.put_bytes(raw_bytes(here), here.dtype, here.shape)):
+        if large and (read := self.put_bytes(view_bytes(here), here.dtype, here.shape)):
             return read
-        return partial(_same, here.clone() if tensor.device.type == "cpu" else here)
+        return partial(_return_value, here.clone() if tensor.device.type == "cpu" else here)
 
     def put_bytes(
         self, data: memoryview, dtype: torch.dtype, shape: Iterable[int]
@@ -171,7 +171,7 @@ def offload(tensors: Mapping[str, Tensor]) -> LazyMapping[Tensor]:
     return LazyMapping({key: file.put(tensor) for key, tensor in tensors.items()})
 
 
-def passing_tensor(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+def allocate_tensor(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
     """Make an uninitialized tensor for short use; a large one in memory allocated by numpy.
 
     torch asks for aligned memory, for which glibc wants room beyond the tensor's size: the gap that
@@ -185,7 +185,7 @@ def passing_tensor(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(raw).view(dtype).reshape(shape)
 
 
-def scratch_folder() -> Path:
+def find_scratch_folder() -> Path:
     """Return the folder of large temporary files: TMPDIR, else one that is on a disk."""
     named = any(os.environ.get(name) for name in _VARIABLES)
     fits = not named and os.access(_DISK, os.W_OK)
@@ -200,7 +200,7 @@ def _write_all(descriptor: int, data: memoryview, start: int) -> int:
     return done
 
 
-def raw_bytes(tensor: Tensor) -> memoryview:
+def view_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor; not copied where it is contiguous and on the CPU."""
     here = tensor.detach()
     if not (here.is_cpu and here.is_contiguous()):  # each call lets other threads go ahead
@@ -223,7 +223,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     with path.open("wb", buffering=0) as file:
         start = _write_all(file.fileno(), memoryview(_LENGTH.pack(len(head)) + head), 0)
         for key in keys:
-            start += _write_all(file.fileno(), raw_bytes(tensors[key]), start)
+            start += _write_all(file.fileno(), view_bytes(tensors[key]), start)
 
 
 def read_tensors(path: Path) -> LazyMapping[Tensor]:
@@ -246,5 +246,5 @@ def read_tensors(path: Path) -> LazyMapping[Tensor]:
     return LazyMapping(readers)
 
 
-def _same(value: T) -> T:
+def _return_value(value: T) -> T:
     return value

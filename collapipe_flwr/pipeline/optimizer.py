@@ -22,10 +22,10 @@ from collapipe_flwr.pipeline.optimizer_settings import START as START
 from collapipe_flwr.pipeline.optimizer_settings import OptimizerConfig as OptimizerConfig
 from collapipe_flwr.pipeline.optimizer_settings import ParameterGroup as ParameterGroup
 from collapipe_flwr.pipeline.update_rules import (
+    list_torch_names,
     make_optimizer,
-    state_by_name,
-    tensors_in,
-    torch_names,
+    name_state,
+    select_tensors,
 )
 
 
@@ -43,14 +43,16 @@ class Optimizer:
         if len(self.by_name) < len(trained):
             raise ModelError("two parameters have the same name")
         self.parameters = tuple(self.by_name.values())
-        self._keywords = {name: settings.keywords(name) for name in self.by_name}
+        self._collect_keywords = {name: settings.keywords(name) for name in self.by_name}
         kinds: list[Keywords] = []
-        for keywords in self._keywords.values():
+        for keywords in self._collect_keywords.values():
             if keywords not in kinds:
                 kinds.append(keywords)
         groups: list[dict[str, Any]] = [
             {
-                "params": [self.by_name[n] for n, own in self._keywords.items() if own == kind],
+                "params": [
+                    self.by_name[n] for n, own in self._collect_keywords.items() if own == kind
+                ],
                 **kind,
             }
             for kind in kinds
@@ -70,8 +72,8 @@ class Optimizer:
     def add_proximal(self, names: Iterable[str] | None = None) -> None:
         """Add the gradients of the proximal term; None stands for all parameters.
 
-        As autograd would, it gives those without gradient one, too. To be called before every step,
-        also before the first one, whose weights are those that the round began with.
+        Like autograd, it also gives a gradient to parameters without one. Call it before every
+        step: before the first one it notes the weights that the round began with.
         """
         mu = self.settings.proximal_mu
         if not mu:
@@ -89,26 +91,24 @@ class Optimizer:
 
     @property
     def num_states(self) -> int:
-        """The number of entries of `state_tensors`, which grows only."""
+        """The number of entries of `collect_state`, which grows only."""
         return len(self._start) + (0 if self._torch is None else len(self._torch.state))
 
-    def state_tensors(self) -> dict[str, tuple[Tensor, ...]]:
+    def collect_state(self) -> dict[str, tuple[Tensor, ...]]:
         """Return the state by key: for adamw (step, mean, square), for sgd (buffer).
 
         With a proximal term also the weights that the round began with, by `START` and key.
         """
         kept: Mapping[Tensor, Any] = {} if self._torch is None else self._torch.state
         found = {
-            name: tuple(tensors_in(kept[p]).values())
+            name: tuple(select_tensors(kept[p]).values())
             for name, p in self.by_name.items()
             if kept.get(p)
         }
         return {**found, **{START + name: (tensor,) for name, tensor in self._start.items()}}
 
-    def load_state_tensors(
-        self, state: Mapping[str, tuple[Tensor, ...]], *, copy: bool = True
-    ) -> None:
-        """Continue from an earlier `state_tensors`; without `copy`, in the given tensors."""
+    def load_state(self, state: Mapping[str, tuple[Tensor, ...]], *, copy: bool = True) -> None:
+        """Continue from an earlier `collect_state`; without `copy`, in the given tensors."""
         for name, tensors in state.items():
             own = tuple(t.clone() for t in tensors) if copy else tensors
             if name.startswith(START):
@@ -117,13 +117,13 @@ class Optimizer:
             else:
                 assert self._torch is not None
                 parameter, rule = self.by_name[name], self.settings.name
-                self._torch.state[parameter] = state_by_name(
-                    rule, self._keywords[name], parameter, own
+                self._torch.state[parameter] = name_state(
+                    rule, self._collect_keywords[name], parameter, own
                 )
 
-    def empty_state(self) -> dict[str, tuple[Tensor, ...]]:
-        """Return the state as meta tensors, see `OptimizerConfig.empty_states`."""
-        return self.settings.empty_states(
+    def make_meta_state(self) -> dict[str, tuple[Tensor, ...]]:
+        """Return the state as meta tensors, see `OptimizerConfig.make_meta_states`."""
+        return self.settings.make_meta_states(
             {name: (p.shape, p.dtype) for name, p in self.by_name.items()}
         )
 
@@ -131,7 +131,7 @@ class Optimizer:
 def optimizer_config(optimizer: object, model: nn.Module | None = None) -> OptimizerConfig:
     """Read a class of torch.optim, a `functools.partial` of one, or an instance.
 
-    An instance needs its ``model``, whose parameters it names; its state is not taken along. A
+    An instance needs its ``model``, whose parameters it names; its state is ignored. A
     configuration is returned as it is, a name stands for the optimizer of that name. Raises
     ConfigError for what an `OptimizerConfig` cannot express.
     """
@@ -148,7 +148,7 @@ def optimizer_config(optimizer: object, model: nn.Module | None = None) -> Optim
                 "an optimizer's arguments must be named, as partial(torch.optim.Adam, lr=1e-3)"
             )
         kind, given = optimizer.func, optimizer.keywords
-    name, defaults = _defaults(kind)
+    name, defaults = _read_defaults(kind)
     return OptimizerConfig(name=name, **_split({"lr": defaults["lr"], **given}))
 
 
@@ -158,7 +158,7 @@ def _read_instance(optimizer: torch.optim.Optimizer, model: nn.Module | None) ->
             "an optimizer that was made already needs the model whose parameters it holds; "
             "functools.partial of its class needs none"
         )
-    name, defaults = _defaults(type(optimizer))
+    name, defaults = _read_defaults(type(optimizer))
     names: dict[Tensor, list[str]] = {}  # tied parameters have several
     for full_name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(full_name)
@@ -175,10 +175,10 @@ def _read_instance(optimizer: torch.optim.Optimizer, model: nn.Module | None) ->
     return OptimizerConfig(name=name, groups=tuple(groups), **_split(given))
 
 
-def _defaults(kind: Any) -> tuple[str, dict[str, Any]]:
+def _read_defaults(kind: Any) -> tuple[str, dict[str, Any]]:
     """Read name and default arguments of a class. Raises ConfigError if not of torch.optim."""
     name = getattr(kind, "__name__", repr(kind))
-    if name not in torch_names() or getattr(torch.optim, name) is not kind:
+    if name not in list_torch_names() or getattr(torch.optim, name) is not kind:
         raise ConfigError(
             f"the optimizer must be a class of torch.optim, a functools.partial of one or an "
             f"instance, got {name}: stages know no other"
@@ -190,18 +190,18 @@ def _defaults(kind: Any) -> tuple[str, dict[str, Any]]:
 
 def _split(given: Mapping[str, Any]) -> dict[str, Any]:
     """Turn arguments of torch into fields of a configuration."""
-    found = {name: _plain(name, value) for name, value in given.items()}
+    found = {name: _convert(name, value) for name, value in given.items()}
     fields = {"lr": "learning_rate", "weight_decay": "weight_decay"}
     named = {fields[name]: value for name, value in found.items() if name in fields}
     return {**named, "arguments": {k: v for k, v in found.items() if k not in fields}}
 
 
-def _plain(name: str, value: object) -> Argument:
+def _convert(name: str, value: object) -> Argument:
     """Convert a value to send; raises ConfigError if it is no number, string or tuple."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value)
     if isinstance(value, list | tuple):
-        return tuple(_plain(name, v) for v in value)  # type: ignore[misc]
+        return tuple(_convert(name, v) for v in value)  # type: ignore[misc]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ConfigError(f"the optimizer's {name} must be a number, got {value!r}")
@@ -210,7 +210,7 @@ def _plain(name: str, value: object) -> Argument:
 def _check_hidden(
     optimizer: torch.optim.Optimizer, name: str, arguments: Mapping[str, object]
 ) -> None:
-    """Raise ConfigError where a group sets what the class itself takes no argument for."""
+    """Raise ConfigError where a group sets an option that the class takes no argument for."""
     for group in optimizer.param_groups:
         for hidden in optimizer.defaults.keys() - arguments.keys():
             if group[hidden] != optimizer.defaults[hidden]:

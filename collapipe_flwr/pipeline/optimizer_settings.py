@@ -78,7 +78,7 @@ _ARGUMENTS = Rule(
 class ParameterGroup:
     """Settings of the parameters whose keys match one of `patterns` (as `fnmatch`).
 
-    What is None or not named is as for all other parameters.
+    None, and an argument that is not named, stand for the value of all other parameters.
     """
 
     patterns: tuple[str, ...]
@@ -102,7 +102,7 @@ class OptimizerConfig:
     sgd 0. A parameter belongs to the first of ``groups`` that matches its key. ``betas``,
     ``eps`` are for adamw, ``momentum`` for sgd.
 
-    All learning rates are multiplied by the factor of ``schedule`` (see `factor_of`), whose
+    All learning rates are multiplied by the factor of ``schedule`` (see `make_factor`), whose
     ``total_steps`` are the batches of the round if they are 0. ``proximal_mu`` is that of FedProx:
     the loss of every step has the term mu/2 * |w - w0|^2, where w0 are the weights that the round
     began with.
@@ -140,7 +140,7 @@ class OptimizerConfig:
         for group in self.groups:
             _check_overridden(group.arguments, group.weight_decay)
             _check_of_group(self.name, group.arguments)
-        for keywords in (self._keywords(None), *map(self._keywords, self.groups)):
+        for keywords in (self._collect_keywords(None), *map(self._collect_keywords, self.groups)):
             rate: Any = keywords["lr"]
             if not rate >= 0:
                 raise ConfigError(f"learning rate must be >= 0, got {rate}")
@@ -148,17 +148,17 @@ class OptimizerConfig:
 
     def keywords(self, name: str) -> Keywords:
         """Return all arguments, ``lr`` and defaults included, for the parameter with this key."""
-        return self._keywords(next((g for g in self.groups if g.matches(name)), None))
+        return self._collect_keywords(next((g for g in self.groups if g.matches(name)), None))
 
     def rates(self, *, first: int = 0, batches: int = 0) -> Iterator[float]:
         """Yield the factors of a round's steps from number ``first`` on; 0 ``batches``: unknown.
 
-        Raises ConfigError as `factor_of`.
+        Raises ConfigError as `make_factor`.
         """
-        from collapipe_flwr.pipeline.update_rules import factor_of
+        from collapipe_flwr.pipeline.update_rules import make_factor
 
         total = self.total_steps or batches
-        return map(factor_of(self.schedule, self.warmup_steps, total), count(first))
+        return map(make_factor(self.schedule, self.warmup_steps, total), count(first))
 
     def with_learning_rate(self, rate: float) -> OptimizerConfig:
         """Return a copy with another rate; those of groups keep their ratio to it.
@@ -177,19 +177,19 @@ class OptimizerConfig:
 
     def state_bytes(self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]) -> int:
         """Count the bytes of such parameters' state, without counters of a few bytes each."""
-        kept = self.empty_states(parameters).values()
+        kept = self.make_meta_states(parameters).values()
         return sum(tensor.nbytes for tensors in kept for tensor in tensors if tensor.dim())
 
-    def empty_states(
+    def make_meta_states(
         self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]
     ) -> dict[str, tuple[Tensor, ...]]:
         """Return every parameter's state as meta tensors, for its shapes and dtypes."""
         import torch
 
-        from collapipe_flwr.pipeline.update_rules import empty_state
+        from collapipe_flwr.pipeline.update_rules import make_meta_state
 
         found = {
-            name: empty_state(self.name, self.keywords(name), shape, dtype)
+            name: make_meta_state(self.name, self.keywords(name), shape, dtype)
             for name, (shape, dtype) in parameters.items()
         }
         if self.proximal_mu:
@@ -197,7 +197,7 @@ class OptimizerConfig:
                 found[START + name] = (torch.empty(shape, dtype=dtype, device="meta"),)
         return found
 
-    def _keywords(self, group: ParameterGroup | None) -> Keywords:
+    def _collect_keywords(self, group: ParameterGroup | None) -> Keywords:
         own = {name: getattr(self, name) for name, owner in _OWNERS.items() if owner == self.name}
         # All of them: torch fills what a group lacks with the arguments of another group.
         known = _known_arguments(self.name)
@@ -225,7 +225,7 @@ def _collect_given(config: OptimizerConfig | ParameterGroup) -> dict[str, Argume
 
 
 @cache
-def rule_names() -> tuple[str, ...]:
+def list_rule_names() -> tuple[str, ...]:
     """Return the names of all optimizers that can train a model in parts."""
     listed = declared_names("torch", "optim/__init__.py")
     kinds = sorted(name for name in listed if name[0].isupper() and name not in _NO_RULES)
@@ -236,9 +236,9 @@ def _check_name(name: str) -> None:
     """Raise ConfigError for an optimizer that does not exist, or not for a model in parts."""
     if name in _REFUSED:
         raise ConfigError(f"optimizer {name} cannot train a model in parts: {_REFUSED[name]}")
-    if name not in rule_names():
-        near = get_close_matches(name, rule_names(), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(rule_names())}"
+    if name not in list_rule_names():
+        near = get_close_matches(name, list_rule_names(), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(list_rule_names())}"
         raise ConfigError(f"optimizer {name!r} is unknown; {hint}")
 
 
@@ -269,9 +269,9 @@ def _known_arguments(name: str) -> Keywords:
     """Return the keyword arguments of an optimizer but ``lr``, and their defaults."""
     if name in FUSED:
         return FUSED[name]
-    from collapipe_flwr.pipeline.update_rules import arguments_of
+    from collapipe_flwr.pipeline.update_rules import list_arguments
 
-    return arguments_of(name)
+    return list_arguments(name)
 
 
 def _explain_kind(argument: str, value: object, default: Argument) -> str:
@@ -285,7 +285,7 @@ def _explain_kind(argument: str, value: object, default: Argument) -> str:
 
 
 def _check_overridden(arguments: Keywords, weight_decay: float | None) -> None:
-    """Raise ConfigError for an argument in whose place its field would count."""
+    """Raise ConfigError for an argument that its own field would override."""
     for argument, name in _KEYS.items():
         is_set = argument == "lr" or weight_decay is not None
         if is_set and argument in arguments:

@@ -70,7 +70,7 @@ class PrivateGradients:
     def put_sums(self) -> None:
         """Give every parameter its sum as gradient, and forget the sums.
 
-        Raises ModelError where the part has learnt besides gradients, which no noise would cover.
+        Raises ModelError if the part changed a buffer, which no noise would cover.
         """
         for name, buffer in self._part.named_buffers():
             if not torch.equal(buffer, self._buffers[name]):

@@ -3,13 +3,13 @@
 torch draws dropout masks from one generator per process, so threads would disturb each other and
 a cut would change the masks. Here every random operation of a forward pass is seeded from (seed,
 step, micro-batch, call of the module, how many random operations that call did before). A call is
-known by the module's name in the whole model, and where a module is called several times, by which
-of its calls it is. Calls are counted within the call of the module around them, and for a layer
-without children by the layer that ran before it there, as a part does not know what other parts
-call: T5 uses one dropout layer behind its embedding, on the control unit, and behind its last norm,
-at the edge. Hence any cut, any order of micro-batches, and a second computation of the same
-micro-batch or of one of its blocks draw the same masks. What is drawn from a generator of the
-model's own is left alone.
+identified by the module's name in the whole model, and by its number if the module is called
+several times. Calls are counted within the call of the enclosing module, and those of a layer
+without children apart for each layer that ran before it there, because a part does not know what
+other parts call: T5 uses one dropout layer behind its embedding, on the control unit, and behind
+its last norm, at the edge. Hence any cut, any order of micro-batches, and a second computation of
+the same micro-batch or of one of its blocks draw the same masks. Draws from a generator of the
+model's own are left alone.
 
 The mode is local to its thread; the process-wide generator is borrowed for one operation at a
 time and put back as it was.
@@ -179,19 +179,19 @@ def _seed_generator(text: str) -> Iterator[None]:
 
 def _draw_on_cpu(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call `func`, with random numbers of the CPU where any tensor is on an accelerator."""
-    place = _place(args, kwargs)
+    place = _find_place(args, kwargs)
     if place == CPU:
         return func(*args, **kwargs)
     if func in _DROPOUTS:
-        return _dropout(func, *args, **kwargs)
+        return _drop_out(func, *args, **kwargs)
     if func is functional.scaled_dot_product_attention:
-        return _attention(*args, **kwargs)
+        return _attend(*args, **kwargs)
     if func is functional.multi_head_attention_forward:
         return _multi_head(*args, **kwargs)
     return _compute_on_cpu(func, args, kwargs, place)
 
 
-def _dropout(
+def _drop_out(
     func: Function, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     """Multiply the input by the dropout of ones.
@@ -205,7 +205,7 @@ def _dropout(
     return input.mul_(kept) if inplace else input * kept
 
 
-def _attention(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -240,7 +240,7 @@ def _attention(
     if attn_mask is not None:
         scores = scores + attn_mask
     shares = torch._safe_softmax(scores, -1)  # 0 where everything is masked
-    return _dropout(functional.dropout, shares, dropout_p) @ value
+    return _drop_out(functional.dropout, shares, dropout_p) @ value
 
 
 def _compute_on_cpu(
@@ -264,7 +264,7 @@ def _to_cpu(leaf: Any) -> Any:
     return leaf.to(CPU) if isinstance(leaf, Tensor) else leaf
 
 
-def _place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
+def _find_place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
     """Return the first device that is not the CPU, of the requested one and the tensors'."""
     asked = torch.device(kwargs["device"]) if kwargs.get("device") is not None else CPU
     leaves = tree_leaves((args, dict(kwargs)))
@@ -272,12 +272,12 @@ def _place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
     return next((place for place in (asked, *places) if place != CPU), CPU)
 
 
-def _with_dropout_here(function: Any) -> Function:
+def _replace_dropout(function: Any) -> Function:
     """Copy a function with the dropout above: modes do not see what torch's functions call."""
     own = {
         **function.__globals__,
-        "dropout": lambda *args, **kwargs: _dropout(functional.dropout, *args, **kwargs),
-        "scaled_dot_product_attention": _attention,
+        "dropout": lambda *args, **kwargs: _drop_out(functional.dropout, *args, **kwargs),
+        "scaled_dot_product_attention": _attend,
         "has_torch_function": lambda _: False,
     }
     copied = FunctionType(function.__code__, own, function.__name__, function.__defaults__)
@@ -285,4 +285,4 @@ def _with_dropout_here(function: Any) -> Function:
     return copied
 
 
-_multi_head = _with_dropout_here(functional.multi_head_attention_forward)
+_multi_head = _replace_dropout(functional.multi_head_attention_forward)

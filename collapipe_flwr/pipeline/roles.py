@@ -32,8 +32,8 @@ from collapipe_flwr.pipeline.link import (
     Frame,
     FrameKind,
     Link,
-    context_of,
     needs_gradient,
+    select_context,
 )
 from collapipe_flwr.pipeline.notes import TAKEN
 from collapipe_flwr.pipeline.optimizer import Optimizer
@@ -133,7 +133,7 @@ class FirstStage(_Leader):
 
     def _drive(self, batch: Sequence[MicroBatch], *, train: bool, predict: str = "") -> StepResult:
         private = train and self.settings.privacy is not None
-        # Of a private step nothing depends on how many labels its examples have.
+        # Nothing in a private step may depend on how many labels its examples have.
         weight = float(len(batch) if private else sum(m.weight for m in batch))
         if not (batch and weight >= 0):
             raise ScheduleError(f"a batch of {len(batch)} micro-batches weighs {weight}")
@@ -154,15 +154,15 @@ class FirstStage(_Leader):
         self._batch, self._loss, self._gradient_norm = batch, 0.0, None
         found: tuple[Tensor, ...] = ()
         with self._name_odd_input(step), self.tell_neighbours():
-            self._send(self.downstream, step.frame())
+            self._send(self.downstream, step.make_frame())
             if step.rows:
                 lent = self._get(self.downstream, FrameKind.ROWS, step.index, 0)
                 gradient_sums.load_rows(self.part, bring(step.rows, self.place), lent.tensors)
             self.run_step(step)
             if not train:
                 frame = self._receive(self.downstream, FrameKind.TOTALS, step.index, 0)
-                self._loss = _scalar(frame, "loss")
-                found = _predictions(frame, step) if predict else ()
+                self._loss = _read_scalar(frame, "loss")
+                found = _read_predictions(frame, step) if predict else ()
         self.next_step += 1
         return StepResult(
             loss=self._loss, weight=weight, gradient_norm=self._gradient_norm, predictions=found
@@ -170,7 +170,7 @@ class FirstStage(_Leader):
 
     @contextmanager
     def _name_odd_input(self, step: Step) -> Iterator[None]:
-        """Raise DataError for numbers that went wrong, in the body, with those of the batch."""
+        """Raise DataError where numbers in the body went wrong because of an odd example."""
         try:
             yield
         except (MemberFailed, NotFinite) as error:
@@ -215,7 +215,7 @@ class FirstStage(_Leader):
         self._loss += frame.scalars["loss"]
 
     def _return_rows(self, step: Step) -> None:
-        gradients = gradient_sums.row_gradients(self.part, step.rows)
+        gradients = gradient_sums.read_row_gradients(self.part, step.rows)
         self._send(self.downstream, Frame(kind=FrameKind.ROWS, step=step.index, tensors=gradients))
 
     def _settle(self, step: Step, square_norm: float) -> float:
@@ -223,7 +223,7 @@ class FirstStage(_Leader):
         shared = gradient_sums.add_shared(self.part, totals.tensors, self.optimizer)
         gradient_sums.take_shared(self.part, shared)
         of_shared = sum(float(gradient.square().sum()) for gradient in shared.values())
-        behind = self._amount(self.downstream, totals, _SQUARE_NORM, sys.float_info.max)
+        behind = self._read_amount(self.downstream, totals, _SQUARE_NORM, sys.float_info.max)
         norm = (square_norm + behind + of_shared) ** 0.5
         factor = 1.0
         if self._clip_norm > 0:
@@ -244,20 +244,20 @@ class _Follower(Stage):
     def serve(self) -> None:
         """Run steps until the END frame. Raises LinkError when a neighbour fails."""
         with self.tell_neighbours():
-            while (frame := self._next_order()).kind is not FrameKind.END:
+            while (frame := self._take_order()).kind is not FrameKind.END:
                 if frame.kind is FrameKind.SERVE:
                     self._relay(frame)
                     self._generate(frame)
                     return
                 with self._blame(self.upstream):
-                    step = Step.of(frame)
+                    step = Step.from_frame(frame)
                 self._relay(frame)
                 self.run_step(step)
                 if not step.train:
-                    self._send(self.upstream, self._totals(step))
+                    self._send(self.upstream, self._collect_totals(step))
             self._relay(frame)
 
-    def _next_order(self) -> Frame:
+    def _take_order(self) -> Frame:
         with self._blame(self.upstream):
             frame = self.upstream.receive(deadline_s=self.settings.pause_s)
             if frame.kind not in (FrameKind.BEGIN, FrameKind.END, FrameKind.SERVE):
@@ -276,7 +276,7 @@ class _Follower(Stage):
         """Generate texts until END, which is passed on to the stages behind."""
 
     @abstractmethod
-    def _totals(self, step: Step) -> Frame:
+    def _collect_totals(self, step: Step) -> Frame:
         """Return the TOTALS frame of the stages behind, which the last stage begins.
 
         In training it holds the squared gradient norm and shared gradients, in an evaluation loss,
@@ -284,9 +284,9 @@ class _Follower(Stage):
         """
 
     def _settle(self, step: Step, square_norm: float) -> float:
-        behind = self._bring(self._totals(step))
+        behind = self._bring(self._collect_totals(step))
         sender = self.downstream or self.upstream  # the last stage makes its own
-        of_others = self._amount(sender, behind, _SQUARE_NORM, sys.float_info.max)
+        of_others = self._read_amount(sender, behind, _SQUARE_NORM, sys.float_info.max)
         totals = replace(
             behind,
             tensors=gradient_sums.add_shared(self.part, behind.tensors, self.optimizer),
@@ -294,7 +294,7 @@ class _Follower(Stage):
         )
         self._send(self.upstream, totals)
         commit = self._receive(self.upstream, FrameKind.COMMIT, step.index, 0)
-        factor = self._amount(self.upstream, commit, _FACTOR, 1.0)
+        factor = self._read_amount(self.upstream, commit, _FACTOR, 1.0)
         self._relay(commit)
         gradient_sums.take_shared(self.part, bring(commit.tensors, self.place))
         return factor
@@ -317,7 +317,7 @@ class MiddleStage(_Follower, _Leader):
     """Holds a segment of blocks: `part(hidden, context) -> hidden`."""
 
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
-        output: Tensor = self.part(hidden, context_of(frame))
+        output: Tensor = self.part(hidden, select_context(frame))
         return output
 
     def run_step(self, step: Step) -> None:
@@ -333,7 +333,7 @@ class MiddleStage(_Follower, _Leader):
         _ = order
         relay_generation(self.part, self.upstream, self.downstream, self.settings)
 
-    def _totals(self, step: Step) -> Frame:
+    def _collect_totals(self, step: Step) -> Frame:
         return self._receive(self.downstream, FrameKind.TOTALS, step.index, 0)
 
 
@@ -368,7 +368,7 @@ class LastStage(_Follower):
 
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
         assert hidden is not None
-        context, part = context_of(frame), cast("LossPart", self.part)
+        context, part = select_context(frame), cast("LossPart", self.part)
         if self._targets is not None:
             held = self._targets.take(frame.step, frame.micro_batch)
             context |= bring(held, self.place)
@@ -407,7 +407,7 @@ class LastStage(_Follower):
     def _generate(self, order: Frame) -> None:
         GeneratingEdge(self.part, self.upstream, self.settings, order).serve()
 
-    def _totals(self, step: Step) -> Frame:
+    def _collect_totals(self, step: Step) -> Frame:
         settled = {_SQUARE_NORM: 0.0}
         evaluated = {"loss": self._loss, "weight": step.weight}
         return Frame(
@@ -418,14 +418,14 @@ class LastStage(_Follower):
         )
 
 
-def _scalar(frame: Frame, name: str) -> float:
+def _read_scalar(frame: Frame, name: str) -> float:
     """Read one scalar of a frame. Raises ProtocolError when it is missing."""
     if name not in frame.scalars:
         raise ProtocolError(f"{frame.kind.name} of step {frame.step} lacks the scalar {name}")
     return frame.scalars[name]
 
 
-def _predictions(frame: Frame, step: Step) -> tuple[Tensor, ...]:
+def _read_predictions(frame: Frame, step: Step) -> tuple[Tensor, ...]:
     """Read predictions by micro-batch. Raises ProtocolError for one missing or of another kind."""
     names = [f"{_PREDICTIONS}{index}" for index in range(step.micro_batches)]
     if lost := [name for name in names if name not in frame.tensors]:

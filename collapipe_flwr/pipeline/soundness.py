@@ -2,9 +2,9 @@
 
 The receiver refuses numbers that are not finite, or larger than any hidden state or gradient of a
 model that still learns: they would spoil every weight behind it. For the same reason a stage checks
-its own gradients before they are added to those of others. Whether the sender computes
-wrongly or the training diverged is found out by the control unit, which replays the same steps
-elsewhere (`cluster.suspects`). Wrong numbers of ordinary size are not noticed.
+its own gradients before they are added to those of others. The control unit finds out whether the
+sender computes wrongly or the training diverged: it replays the same steps elsewhere
+(`cluster.suspects`). Wrong numbers of ordinary size are not noticed.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def check_finite(
     if not given.isfinite().all() and (taken is None or taken.isfinite().all()):
         raise NotFinite(
             f"{what} in step {frame.step}, micro-batch {frame.micro_batch}, made finite numbers "
-            f"infinite or NaN: {advice(clips=clips, untrained=not frame.step)}"
+            f"infinite or NaN: {advise(clips=clips, untrained=not frame.step)}"
         )
 
 
-def advice(*, clips: bool, untrained: bool) -> str:
-    """Say what to do about numbers that are not finite, of weights that were trained or not."""
+def advise(*, clips: bool, untrained: bool) -> str:
+    """Say what to do about numbers that are not finite; ``untrained`` weights took no step yet."""
     if untrained:
         return "no step was taken yet, so look at the examples and at the weights to begin with"
     return "lower the learning rate" + (
@@ -98,16 +98,18 @@ def blame(witness: str, link: Link, side: int) -> Iterator[None]:
         raise _accept_blame(error, witness) from error
     except ProtocolError as error:
         why = str(error) if link.peer in str(error) else f"{link.peer} sent {error}"
-        raise MemberFailed(witness, why, Blame.MALFORMED, side, _accused(error, link)) from error
+        raise MemberFailed(
+            witness, why, Blame.MALFORMED, side, _find_accused(error, link)
+        ) from error
     except LinkTimeout as error:
-        why, accused = str(error), _accused(error, link)
+        why, accused = str(error), _find_accused(error, link)
         raise MemberSilent(witness, why, Blame.SILENT, side, accused) from error
     except Unreachable as error:
-        why, accused = str(error), _accused(error, link)
+        why, accused = str(error), _find_accused(error, link)
         raise MemberFailed(witness, why, Blame.UNREACHABLE, side, accused) from error
 
 
-def _accused(error: LinkError, link: Link) -> str:
+def _find_accused(error: LinkError, link: Link) -> str:
     """Return the neighbour that an error on ``link`` is about."""
     return error.peer_id or link.peer_id
 
@@ -117,7 +119,7 @@ def _accept_blame(error: MemberFailed, witness: str) -> MemberFailed:
     return MemberFailed(witness, f"{witness} sent {error.why}", error.blame)
 
 
-def error_for_neighbours(error: BaseException, witness: str) -> LinkError:
+def make_neighbours_error(error: BaseException, witness: str) -> LinkError:
     """Return the error for a failed stage's neighbours: its own, or one it received."""
     if isinstance(error, MemberFailed) and not error.witness:
         return _accept_blame(error, witness)

@@ -29,24 +29,24 @@ from collapipe_flwr.pipeline.compute import (
     bring,
     bring_home,
     compute_in,
+    find_place,
     finish,
-    one_thread,
-    place_of,
+    use_one_thread,
 )
 from collapipe_flwr.pipeline.config import StageConfig
-from collapipe_flwr.pipeline.gradient_sums import Siblings, borrows, shared_parameters
+from collapipe_flwr.pipeline.gradient_sums import Siblings, borrows, find_shared_parameters
 from collapipe_flwr.pipeline.link import (
     GRAD,
     HIDDEN,
     Frame,
     FrameKind,
     Link,
-    context_of,
-    lane_of,
+    choose_lane,
     needs_gradient,
+    select_context,
 )
-from collapipe_flwr.pipeline.meter import MemoryMeter, Recorder, square_norm
-from collapipe_flwr.pipeline.notes import GIVEN, TAKEN, FrameNotes, rounding_of
+from collapipe_flwr.pipeline.meter import MemoryMeter, Recorder, sum_squares
+from collapipe_flwr.pipeline.notes import GIVEN, TAKEN, FrameNotes, describe_rounding
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.private_gradients import PrivateGradients
 from collapipe_flwr.pipeline.randomness import SeededRandomness
@@ -54,15 +54,14 @@ from collapipe_flwr.pipeline.soundness import (
     blame,
     check_finite,
     check_sound,
-    error_for_neighbours,
+    make_neighbours_error,
 )
-from collapipe_flwr.pipeline.step import InFlight, Step, end_of
+from collapipe_flwr.pipeline.step import InFlight, Step, find_end
 
 Around = AbstractContextManager[None]
 WEIGHTS = "weights"  # work: the part of a backward pass that is done after its gradient was sent
 
-# What torch and transformers raise for tensors that do not fit, and for memory that runs out.
-# What code of a part may raise that its inputs, or the code itself, are to blame for.
+# What a part may raise because of its inputs, an error in its code, or memory that runs out.
 _PART_ERRORS = (
     *(RuntimeError, ValueError, LookupError, TypeError, MemoryError),
     *(AttributeError, AssertionError, ArithmeticError, ImportError),
@@ -83,7 +82,7 @@ class Stage(ABC):
         siblings: Siblings | None = None,
     ) -> None:
         self.part = part
-        self.place = place_of(part)
+        self.place = find_place(part)
         self.optimizer = optimizer
         self.settings = settings
         self.upstream = upstream
@@ -96,7 +95,7 @@ class Stage(ABC):
         fuse_accumulation(part)
         self._randomness: SeededRandomness | None = None  # of the step; else torch's own
         self._stash: dict[int, InFlight] = {}
-        # else the whole part is computed again
+        # False: the backward pass computes the whole part again
         self._keeps_graph = not settings.execution.recompute or self._recompute_by_block()
         self._returning = Frame(kind=FrameKind.ACTIVATION)  # whose backward pass runs
         self._sent: list[object] = []  # see `_send`
@@ -174,10 +173,10 @@ class Stage(ABC):
         return replace(
             self._steps,
             micro_batches=self._micro_batches,
-            forward_s=self.recorder.seconds("forward"),
-            backward_s=self.recorder.seconds("backward") + self.recorder.seconds(WEIGHTS),
-            optimizer_s=self.recorder.seconds("optimizer"),
-            wait_s=self.recorder.seconds("send") + self.recorder.seconds("receive"),
+            forward_s=self.recorder.sum_seconds("forward"),
+            backward_s=self.recorder.sum_seconds("backward") + self.recorder.sum_seconds(WEIGHTS),
+            optimizer_s=self.recorder.sum_seconds("optimizer"),
+            wait_s=self.recorder.sum_seconds("send") + self.recorder.sum_seconds("receive"),
             sent_up=replace(up.sent) if up else LinkTraffic(),
             received_up=replace(up.received) if up else LinkTraffic(),
             sent_down=replace(down.sent) if down else LinkTraffic(),
@@ -185,8 +184,8 @@ class Stage(ABC):
             sent_beside_bytes=self.siblings.sent_bytes if self.siblings else 0,
             peak_tensor_bytes=self.memory.peak_bytes,
             spans=tuple(self.recorder.spans),
-            notes=self._notes.notes() if self._notes else {},
-            rounding=rounding_of(self.place) if self._notes else "",
+            notes=self._notes.encode() if self._notes else {},
+            rounding=describe_rounding(self.place) if self._notes else "",
         )
 
     @contextmanager
@@ -200,7 +199,7 @@ class Stage(ABC):
             self.optimizer.zero_grad()
             for neighbour in (self.upstream, self.downstream, self.siblings):
                 if neighbour is not None:
-                    neighbour.close(error_for_neighbours(error, self.settings.name))
+                    neighbour.close(make_neighbours_error(error, self.settings.name))
             raise
 
     def _recompute_by_block(self) -> bool:
@@ -241,14 +240,14 @@ class Stage(ABC):
         hidden = frame.tensors.get(HIDDEN)
         if hidden is not None:
             hidden = hidden.detach().requires_grad_(step.train and needs_gradient(frame))
-        with self.recorder.span("forward" if step.train else "test", step.index, micro_batch):
+        with self.recorder.record("forward" if step.train else "test", step.index, micro_batch):
             output = self._run_part(frame, hidden, grad=step.train and self._keeps_graph)
         self._check_finite("forward", frame, hidden, output)
         if step.train:
             self._stash[micro_batch] = InFlight(
-                frame=replace(frame, tensors=context_of(frame)),
+                frame=replace(frame, tensors=select_context(frame)),
                 hidden=hidden,
-                end=end_of(output),
+                end=find_end(output),
                 shape=output.shape,
             )
         self._sent = [frame, output]
@@ -278,27 +277,27 @@ class Stage(ABC):
 
     def _backward(self, step: Step, micro_batch: int) -> None:
         frame = self._bring(self._take_gradient(step, micro_batch))
-        with self.recorder.span("backward", step.index, micro_batch):
+        with self.recorder.record("backward", step.index, micro_batch):
             flight = self._stash.pop(micro_batch)
             gradient, deferred = self._backpropagate(flight, frame.tensors)
         self._check_finite("backward", frame, frame.tensors.get(GRAD), gradient.get(GRAD))
         self._sent = []
         self._emit_gradient(replace(frame, tensors=gradient))
         if deferred is not None:
-            with self.recorder.span(WEIGHTS, step.index, micro_batch):
+            with self.recorder.record(WEIGHTS, step.index, micro_batch):
                 deferred.add()
         self.memory.release(micro_batch)
         self._micro_batches += 1
         if micro_batch == 0:
             self._note_fixed()
-        if self._private is not None:  # no number of a single example is told
+        if self._private is not None:  # no number of a single example may be reported
             self._private.add_example(flight.frame.scalars["scale"])
         elif micro_batch == 0:
             # The gradient that it would have alone: the accumulated one carries the factor n_i / N.
             # Both norms give the gradient noise (docs/theory.md, 4.4).
             scalars = flight.frame.scalars
             norm, scale, weight = (
-                square_norm(self._gradients()),
+                sum_squares(self._list_gradients()),
                 scalars["scale"],
                 scalars["weight"],
             )
@@ -320,12 +319,15 @@ class Stage(ABC):
         end, hidden, frame = flight.end, flight.hidden, flight.frame
         wanted = hidden is not None and hidden.requires_grad
         if not self._keeps_graph:
-            end = end_of(self._run_part(frame, hidden, grad=True))
+            end = find_end(self._run_part(frame, hidden, grad=True))
         self._returning = frame
         deferred = None
         if end is not None:
             hurries = wanted and not self.settings.execution.recompute
-            with one_thread(self.place), defer_products() if hurries else nullcontext() as deferred:
+            with (
+                use_one_thread(self.place),
+                defer_products() if hurries else nullcontext() as deferred,
+            ):
                 torch.autograd.backward(end, incoming.get(GRAD))
         if deferred is not None:
             self.memory.note_rest(frame.micro_batch, deferred.tensors)
@@ -344,20 +346,20 @@ class Stage(ABC):
             check_finite(what, frame, taken, given, clips=clips)
 
     def _apply(self, step: Step) -> None:
-        with self.recorder.span("optimizer", step.index):
+        with self.recorder.record("optimizer", step.index):
             norm = self._measure_gradients(step)
         if step.rows or self._private is not None or self.siblings is not None:
             self._exchange_gradients(step)
-            norm = square_norm(self._gradients())
+            norm = sum_squares(self._list_gradients())
         # That of shared parameters is added in `gradient_sums.add_shared`.
-        shared = shared_parameters(self.part) if step.settle else {}
+        shared = find_shared_parameters(self.part) if step.settle else {}
         self.optimizer.add_proximal(n for n in self.optimizer.by_name if n not in shared)
         factor = 1.0
         if step.settle:
             changed = shared or self.optimizer.settings.proximal_mu
-            factor = self._settle(step, self._square_norm_alone() if changed else norm)
-        with self.recorder.span("optimizer", step.index):
-            if factor != 1.0 and (gradients := self._gradients()):
+            factor = self._settle(step, self._sum_own_squares() if changed else norm)
+        with self.recorder.record("optimizer", step.index):
+            if factor != 1.0 and (gradients := self._list_gradients()):
                 torch._foreach_mul_(gradients, factor)
             self._steps += replace(
                 self._first,
@@ -377,7 +379,7 @@ class Stage(ABC):
 
         Raises NotFinite if they would spoil those of other stages, when added.
         """
-        norm = square_norm(self._gradients())
+        norm = sum_squares(self._list_gradients())
         adds = step.settle or step.rows or self.siblings is not None
         if adds and not math.isfinite(norm):
             raise NotFinite(
@@ -398,23 +400,23 @@ class Stage(ABC):
         if self._private is not None:
             self._private.add_noise(step.index, 1.0 / step.weight)
 
-    def _gradients(self) -> list[Tensor]:
+    def _list_gradients(self) -> list[Tensor]:
         return [p.grad for p in self.optimizer.parameters if p.grad is not None]
 
-    def _square_norm_alone(self) -> float:
+    def _sum_own_squares(self) -> float:
         """Return the squared norm of the gradients that no other stage adds to."""
-        shared = {id(p) for p in shared_parameters(self.part).values()}
+        shared = {id(p) for p in find_shared_parameters(self.part).values()}
         own = (p for p in self.optimizer.parameters if id(p) not in shared)
-        return square_norm([p.grad for p in own if p.grad is not None])
+        return sum_squares([p.grad for p in own if p.grad is not None])
 
     @property
     def tensors(self) -> list[Tensor]:
         """Weights and optimizer state."""
-        state = self.optimizer.state_tensors().values()
+        state = self.optimizer.collect_state().values()
         return [*self._weights, *chain.from_iterable(state)]
 
     def _note_fixed(self) -> None:
-        gradients = self._gradients()
+        gradients = self._list_gradients()
         kind = len(gradients), self.optimizer.num_states
         self.memory.set_fixed(kind, lambda: chain(self.tensors, gradients))
 
@@ -427,16 +429,16 @@ class Stage(ABC):
         the GIL then, and this one would wait before it goes on computing.
         """
         self._sent.append(frame)
-        frame = _with_tensors(frame, bring_home(frame.tensors))
+        frame = _replace_tensors(frame, bring_home(frame.tensors))
         self._note(GIVEN, link, frame)
-        with self._blame(link), self.recorder.span("send", frame.step, frame.micro_batch):
+        with self._blame(link), self.recorder.record("send", frame.step, frame.micro_batch):
             link.send(frame, deadline_s=self.settings.deadline_s)
 
     def _receive(self, link: Link, kind: FrameKind, step: int, micro_batch: int) -> Frame:
         """Receive a frame from a neighbour. Raises ProtocolError for an unexpected one."""
-        side, link = self._side(link), lane_of(link, kind, micro_batch)
+        side, link = self._find_side(link), choose_lane(link, kind, micro_batch)
         with blame(self.settings.name, link, side):
-            with self.recorder.span("receive", step, micro_batch):
+            with self.recorder.record("receive", step, micro_batch):
                 frame = link.receive(deadline_s=self.settings.deadline_s)
             if (frame.kind, frame.step, frame.micro_batch) != (kind, step, micro_batch):
                 raise ProtocolError(
@@ -452,7 +454,7 @@ class Stage(ABC):
         """Receive as `_receive`, with the tensors on the part's device."""
         return self._bring(self._receive(link, kind, step, number))
 
-    def _amount(self, link: Link, frame: Frame, name: str, most: float) -> float:
+    def _read_amount(self, link: Link, frame: Frame, name: str, most: float) -> float:
         """Read a scalar from a link; raises ProtocolError unless it is in [0, ``most``]."""
         found = frame.scalars.get(name, math.nan)
         with self._blame(link):
@@ -468,15 +470,15 @@ class Stage(ABC):
             self._notes.add(what, frame, down=(link is self.upstream) == (what == TAKEN))
 
     def _bring(self, frame: Frame) -> Frame:
-        return _with_tensors(frame, bring(frame.tensors, self.place))
+        return _replace_tensors(frame, bring(frame.tensors, self.place))
 
     def _blame(self, link: Link) -> Around:
         """Blame errors in the body on the neighbour on a link."""
-        return blame(self.settings.name, link, self._side(link))
+        return blame(self.settings.name, link, self._find_side(link))
 
-    def _side(self, link: Link) -> int:
+    def _find_side(self, link: Link) -> int:
         return MemberFailed.UPSTREAM if link is self.upstream else MemberFailed.DOWNSTREAM
 
 
-def _with_tensors(frame: Frame, tensors: Mapping[str, Tensor]) -> Frame:
+def _replace_tensors(frame: Frame, tensors: Mapping[str, Tensor]) -> Frame:
     return frame if tensors is frame.tensors else replace(frame, tensors=tensors)

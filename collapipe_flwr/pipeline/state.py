@@ -16,11 +16,11 @@ from itertools import chain
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.pipeline.meter import bytes_of
-from collapipe_flwr.pipeline.offload import LazyMapping, offload, raw_bytes
+from collapipe_flwr.pipeline.meter import count_bytes
+from collapipe_flwr.pipeline.offload import LazyMapping, offload, view_bytes
 from collapipe_flwr.pipeline.optimizer import START, Optimizer
 
-OptimizerState = Mapping[str, tuple[Tensor, ...]]  # by parameter; see `Optimizer.state_tensors`
+OptimizerState = Mapping[str, tuple[Tensor, ...]]  # by parameter; see `Optimizer.collect_state`
 _PREFIX = "optimizer/"  # no module path holds a slash
 _DIGEST_BYTES = 16
 
@@ -32,19 +32,19 @@ class PartState:
     weights: Mapping[str, Tensor]
     optimizer: OptimizerState = field(default_factory=dict)
 
-    def tensors(self) -> LazyMapping[Tensor]:
+    def flatten(self) -> LazyMapping[Tensor]:
         """Return all in one flat mapping, as stored and sent; offloaded tensors stay in files."""
         flat = {
-            f"{_PREFIX}{index}/{key}": partial(_slot, self.optimizer, key, index)
+            f"{_PREFIX}{index}/{key}": partial(_read_slot, self.optimizer, key, index)
             for key, tensors in self.optimizer.items()
             for index in range(len(tensors))
         }
-        return LazyMapping.of(self.weights, LazyMapping(flat))
+        return LazyMapping.join(self.weights, LazyMapping(flat))
 
     @staticmethod
-    def of_tensors(tensors: Mapping[str, Tensor]) -> PartState:
-        """Invert `tensors`. Raises ModelError where numbers of optimizer tensors are missing."""
-        here = LazyMapping.of(tensors)
+    def from_tensors(tensors: Mapping[str, Tensor]) -> PartState:
+        """Invert `flatten`. Raises ModelError where numbers of optimizer tensors are missing."""
+        here = LazyMapping.join(tensors)
         numbered: dict[str, dict[str, str]] = {}
         for name in tensors:
             if name.startswith(_PREFIX):
@@ -65,12 +65,12 @@ class PartState:
 
     def offload(self) -> PartState:
         """Copy the state to disk, except for small tensors."""
-        return PartState.of_tensors(offload(self.tensors()))
+        return PartState.from_tensors(offload(self.flatten()))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of a copy."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
+        return sum(tensor.nbytes for tensor in self.flatten().values())
 
     def select(self, keys: Iterable[str]) -> PartState:
         """Return the state of the part with these keys; raises ModelError if one is missing."""
@@ -80,35 +80,35 @@ class PartState:
             raise ModelError(f"the weights lack {missing!r}; pass all keys of this part")
         slots = [name for key in wanted for name in (key, START + key) if name in self.optimizer]
         return PartState(
-            weights=LazyMapping.of(self.weights).select(wanted),
-            optimizer=LazyMapping.of(self.optimizer).select(slots),
+            weights=LazyMapping.join(self.weights).select(wanted),
+            optimizer=LazyMapping.join(self.optimizer).select(slots),
         )
 
 
-def live_state(part: nn.Module, optimizer: Optimizer) -> PartState:
+def view_state(part: nn.Module, optimizer: Optimizer) -> PartState:
     """Return a part's state, shared parameters included, in the tensors that train."""
     return PartState(
         weights={**part.state_dict(), **dict(part.named_parameters())},
-        optimizer=optimizer.state_tensors(),
+        optimizer=optimizer.collect_state(),
     )
 
 
-def optimizer_state_of(optimizer: Optimizer) -> dict[str, tuple[Tensor, ...]]:
+def copy_optimizer_state(optimizer: Optimizer) -> dict[str, tuple[Tensor, ...]]:
     """Copy the optimizer state, by the keys of the part."""
-    return _copy_state(optimizer.state_tensors())
+    return _copy_state(optimizer.collect_state())
 
 
 def drop_round_start(state: OptimizerState) -> OptimizerState:
     """Drop the weights that the round began with, for the next round."""
-    return LazyMapping.of(state).select(key for key in state if not key.startswith(START))
+    return LazyMapping.join(state).select(key for key in state if not key.startswith(START))
 
 
-def state_bytes(part: nn.Module, optimizer: Optimizer) -> int:
+def count_state_bytes(part: nn.Module, optimizer: Optimizer) -> int:
     """Count the bytes of a part in training: weights, gradients and optimizer state."""
-    kept = chain.from_iterable(optimizer.empty_state().values())
+    kept = chain.from_iterable(optimizer.make_meta_state().values())
     return (
-        bytes_of(chain(part.parameters(), part.buffers()))
-        + bytes_of(optimizer.parameters)
+        count_bytes(chain(part.parameters(), part.buffers()))
+        + count_bytes(optimizer.parameters)
         + sum(tensor.nbytes for tensor in kept)
     )
 
@@ -119,7 +119,7 @@ def load_optimizer_state(optimizer: Optimizer, state: OptimizerState, *, copy: b
     Raises ModelError when their number, shapes or dtypes are not the optimizer's, and changes
     nothing then.
     """
-    expected = optimizer.empty_state() if state else {}
+    expected = optimizer.make_meta_state() if state else {}
     wanted = {key: state[key] for key in state if key in expected}
     for key, tensors in wanted.items():
         if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in expected[key]]:
@@ -127,7 +127,7 @@ def load_optimizer_state(optimizer: Optimizer, state: OptimizerState, *, copy: b
             raise ModelError(
                 f"{optimizer.settings.name} keeps tensors of shapes {shapes} for {key}, got others"
             )
-    optimizer.load_state_tensors(wanted, copy=copy)
+    optimizer.load_state(wanted, copy=copy)
 
 
 def _copy_state(state: OptimizerState) -> dict[str, tuple[Tensor, ...]]:
@@ -138,7 +138,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _slot(state: OptimizerState, key: str, index: int) -> Tensor:
+def _read_slot(state: OptimizerState, key: str, index: int) -> Tensor:
     return state[key][index]
 
 
@@ -149,13 +149,13 @@ def _sort_slots(key: str, numbered: Mapping[str, str]) -> tuple[str, ...]:
         raise ModelError(f"the optimizer's tensors of {key[:80]!r} have gaps") from error
 
 
-def digest_of(tensor: Tensor) -> str:
+def compute_digest(tensor: Tensor) -> str:
     """Compute a digest that is equal only for tensors of equal dtype, shape and bits."""
     what = f"{tensor.dtype} {tuple(tensor.shape)} "
     digest = blake2b(what.encode(), digest_size=_DIGEST_BYTES)
-    digest.update(raw_bytes(tensor))
+    digest.update(view_bytes(tensor))
     return digest.hexdigest()
 
 
-def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {key: digest_of(tensor) for key, tensor in tensors.items()}
+def compute_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {key: compute_digest(tensor) for key, tensor in tensors.items()}

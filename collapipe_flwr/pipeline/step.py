@@ -54,14 +54,14 @@ class Step:
         if self.seed is not None and not 0 <= self.seed < MOST_SEED:
             raise ConfigError(f"a step cannot have the seed {self.seed}")
 
-    def frame(self) -> Frame:
+    def make_frame(self) -> Frame:
         """Build the BEGIN frame for the next stage."""
         tensors = {ROWS + key: ids for key, ids in self.rows.items()}
         text = to_json(replace(self, rows={}))
         return Frame(kind=FrameKind.BEGIN, step=self.index, tensors=tensors, text=text)
 
     @staticmethod
-    def of(frame: Frame) -> Step:
+    def from_frame(frame: Frame) -> Step:
         """Read a BEGIN frame. Raises ProtocolError for an invalid one."""
         rows = {k.removeprefix(ROWS): t for k, t in frame.tensors.items() if k.startswith(ROWS)}
         if any(ids.dim() != 1 or ids.dtype != torch.int64 for ids in rows.values()):
@@ -95,7 +95,7 @@ class InFlight:
     shape: torch.Size  # of the output
 
 
-def end_of(output: Tensor) -> GradientEdge | None:
+def find_end(output: Tensor) -> GradientEdge | None:
     """Return where the backward pass of an output begins; None if nothing there is trained."""
     return get_gradient_edge(output) if output.requires_grad else None
 

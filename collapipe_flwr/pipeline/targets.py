@@ -1,4 +1,4 @@
-"""What head and loss alone read of the micro-batches in flight, where it need not travel.
+"""Targets of the micro-batches in flight, which only head and loss read, within one process.
 
 The first stage of a chain knows a batch's labels, and the last one needs them. Where both are in
 one process, labels stay there: no frame holds them, so no other machine sees them, and no link
@@ -23,12 +23,12 @@ class Targets:
         self._lock = threading.Lock()
 
     def put(self, step: int, micro_batch: int, tensors: Mapping[str, Tensor]) -> None:
-        """Keep what the last stage will take; called before the micro-batch is sent."""
+        """Keep a micro-batch's targets for the last stage; call it before sending the rest."""
         with self._lock:
             self._waiting[step, micro_batch] = tensors
 
     def take(self, step: int, micro_batch: int) -> Mapping[str, Tensor]:
-        """Return it, once. Raises ProtocolError for a micro-batch that nobody put."""
+        """Remove and return a micro-batch's targets. Raises ProtocolError if there are none."""
         with self._lock:
             found = self._waiting.pop((step, micro_batch), None)
         if found is None:

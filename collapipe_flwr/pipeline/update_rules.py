@@ -1,4 +1,4 @@
-"""How gradients turn into weights: by the classes of torch.optim, whose steps they are to the bit.
+"""Update rules: the optimizers of torch.optim by name, whose steps they take to the bit.
 
 ``adamw`` is `torch.optim.AdamW` and ``sgd`` is `torch.optim.SGD`, each in one fused operator per
 step. The constructors and ``step`` methods of torch's classes import a compiler (70 MB and seconds
@@ -58,7 +58,7 @@ class FusedSGD(torch.optim.SGD):
     def _update(self, weights: list[Tensor], group: Mapping[str, Any]) -> None:
         buffers: list[Any] = [None] * len(weights)
         if group["momentum"]:
-            buffers = [self._buffer_of(weight) for weight in weights]
+            buffers = [self._get_buffer(weight) for weight in weights]
         sgd(
             [weight.detach() for weight in weights],
             [weight.grad for weight in weights if weight.grad is not None],
@@ -72,7 +72,7 @@ class FusedSGD(torch.optim.SGD):
             maximize=False,
         )
 
-    def _buffer_of(self, weight: Tensor) -> Tensor:
+    def _get_buffer(self, weight: Tensor) -> Tensor:
         state = self.state[weight]
         if _MOMENTUM not in state:
             state[_MOMENTUM] = torch.zeros_like(weight)
@@ -83,14 +83,14 @@ class FusedSGD(torch.optim.SGD):
 def make_optimizer(name: str, groups: Iterable[Mapping[str, Any]]) -> torch.optim.Optimizer:
     """Make the optimizer over groups, each with its ``params`` and all keyword arguments.
 
-    A group would inherit one that it lacks from the first. Raises ConfigError for arguments that
-    torch refuses.
+    A group that lacks an argument would inherit that of the first group. Raises ConfigError for
+    arguments that torch refuses.
     """
     fused = {"fused": True} if name == "adamw" else {}
     given = [{**group, **fused} for group in groups]
     defaults = {key: value for key, value in given[0].items() if key != "params"}
     with _translate_refusal(name):
-        made: torch.optim.Optimizer = _lighten(_class(name))(given, **defaults)
+        made: torch.optim.Optimizer = _lighten(_find_class(name))(given, **defaults)
     return made
 
 
@@ -103,7 +103,7 @@ def _translate_refusal(name: str) -> Iterator[None]:
         raise ConfigError(f"optimizer {name}: {error}") from error
 
 
-def state_by_name(
+def name_state(
     name: str, keywords: Keywords, parameter: Tensor, state: Sequence[Tensor]
 ) -> dict[str, Tensor]:
     """Name a parameter's ``state`` as torch keeps it, from its tensors in order."""
@@ -116,13 +116,13 @@ def state_by_name(
     }
 
 
-def tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def select_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a parameter's state; an optimizer may keep other values, too."""
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 @cache
-def torch_names() -> tuple[str, ...]:
+def list_torch_names() -> tuple[str, ...]:
     """Return the names of the optimizers of torch.optim."""
     base, found = torch.optim.Optimizer, vars(torch.optim).items()
     kinds = {n: k for n, k in found if isinstance(k, type) and issubclass(k, base)}
@@ -130,9 +130,9 @@ def torch_names() -> tuple[str, ...]:
 
 
 @cache
-def arguments_of(name: str) -> Keywords:
+def list_arguments(name: str) -> Keywords:
     """Return the keyword arguments of a class but ``lr``, and their defaults."""
-    parameters = inspect.signature(_class(name)).parameters.items()
+    parameters = inspect.signature(_find_class(name)).parameters.items()
     return {n: parameter.default for n, parameter in parameters if n not in _NOT_ARGUMENTS}
 
 
@@ -148,7 +148,7 @@ def try_out(name: str, keywords: Keywords) -> None:
             optimizer.step()
 
 
-def empty_state(
+def make_meta_state(
     name: str, keywords: Keywords, shape: torch.Size, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     """Return one parameter's state as meta tensors, for its shapes and dtypes."""
@@ -156,7 +156,7 @@ def empty_state(
     return tuple(torch.empty(size, dtype=dtype, device="meta") for _, size, dtype in kept)
 
 
-def _class(name: str) -> Any:
+def _find_class(name: str) -> Any:
     own = {"adamw": torch.optim.AdamW, "sgd": FusedSGD}
     return own.get(name) or getattr(torch.optim, name)
 
@@ -192,9 +192,9 @@ def _probe_slots(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> tuple[_Slot, ...]:
-    """Find `_list_slots` by a step on a small parameter, whose sizes differ from each other.
+    """Find the slots by one step on a small parameter, whose sizes differ from each other.
 
-    Sizes of 1 and 0 are taken as they are.
+    Sizes of 1 and 0 are kept.
     """
     small = dict(zip(_PROBE_SIZES, (n for n in shape if n > 1), strict=False))
     sizes = iter(small)
@@ -206,11 +206,11 @@ def _probe_slots(
     optimizer.step()
     return tuple(
         (key, tuple(small.get(n, n) for n in tensor.shape), tensor.dtype)
-        for key, tensor in tensors_in(optimizer.state[probe]).items()
+        for key, tensor in select_tensors(optimizer.state[probe]).items()
     )
 
 
-def factor_of(schedule: str, warmup: int, total: int) -> Callable[[int], float]:
+def make_factor(schedule: str, warmup: int, total: int) -> Callable[[int], float]:
     """Return the factor by step, as `transformers.get_scheduler` defines these schedules.
 
     ``warmup`` steps grow linearly from 0; ``linear`` and ``cosine`` fall to 0 at ``total``. A
@@ -218,7 +218,7 @@ def factor_of(schedule: str, warmup: int, total: int) -> Callable[[int], float]:
     ConfigError for a function that cannot be imported, and for a ``total`` of 0 that is needed.
     """
     if schedule not in LEARNING_RATE_SCHEDULES:
-        return _factor_by_path(schedule)
+        return _load_factor(schedule)
     if schedule != "constant" and not total:
         raise ConfigError(
             f"schedule {schedule} needs total_steps: the number of batches of the round is not "
@@ -239,7 +239,7 @@ def factor_of(schedule: str, warmup: int, total: int) -> Callable[[int], float]:
     return factor
 
 
-def _factor_by_path(path: str) -> Callable[[int], float]:
+def _load_factor(path: str) -> Callable[[int], float]:
     try:
         function = load_function(path)
     except ModelError as error:

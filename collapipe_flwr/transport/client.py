@@ -25,7 +25,7 @@ from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 from collapipe_flwr.pipeline.offload import LazyMapping, Offload
-from collapipe_flwr.pipeline.state import digest_of
+from collapipe_flwr.pipeline.state import compute_digest
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.connection import Answer, Connection
@@ -149,7 +149,7 @@ class RemoteSession:
         """Set the weights; those that the host kept from its last session do not travel."""
         digests, sizes = _digest_all(tensors)
         pushed = [key for key in self.missing(digests) if key in tensors]
-        self.push_weights(LazyMapping.of(tensors).select(pushed))
+        self.push_weights(LazyMapping.join(tensors).select(pushed))
         sent_bytes = sum(sizes[key] for key in pushed)
         return TransferStats(sent_bytes=sent_bytes, spared_bytes=sum(sizes.values()) - sent_bytes)
 
@@ -173,7 +173,7 @@ class RemoteSession:
         The latter, within ``turn``, are stored in a file as soon as they arrive.
         """
         theirs = self.digests(with_optimizer=with_optimizer)
-        ours = LazyMapping.of(known).select(key for key in theirs if key in known and theirs[key])
+        ours = LazyMapping.join(known).select(key for key in theirs if key in known and theirs[key])
         digests, sizes = _digest_all(ours)
         changed = tuple(key for key, digest in theirs.items() if digests.get(key) != digest)
         same = [key for key, digest in theirs.items() if digests.get(key) == digest]
@@ -196,7 +196,7 @@ class RemoteSession:
         stats = TransferStats(
             received_bytes=came_bytes, spared_bytes=sum(sizes[key] for key in same)
         )
-        return LazyMapping.of(ours.select(same), fetched).select(theirs), stats
+        return LazyMapping.join(ours.select(same), fetched).select(theirs), stats
 
     def missing(self, digests: Mapping[str, str]) -> tuple[str, ...]:
         """Ask for the keys of the weights that a push must bring; the host kept the others."""
@@ -322,6 +322,6 @@ def _digest_all(tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str
     """Compute digests and bytes as they travel; each tensor is read once."""
     digests, sizes = {}, {}
     for key, tensor in tensors.items():
-        digests[key] = digest_of(tensor)
+        digests[key] = compute_digest(tensor)
         sizes[key] = tensor.numel() * tensor.element_size()
     return digests, sizes

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind
-from collapipe_flwr.pipeline.offload import raw_bytes
+from collapipe_flwr.pipeline.offload import view_bytes
 from collapipe_flwr.transport.methods import LIMITS, FrameLimits, decode_message
 
 _MAGIC = b"CPF1"
@@ -74,7 +74,7 @@ def _pack_halves(tensor: Tensor) -> memoryview:
         return memoryview(b"")
     low, high = torch.aminmax(flat)
     unit = torch.tensor([_unit_of(float(torch.maximum(high, -low)))])
-    return memoryview(b"".join((raw_bytes(unit), raw_bytes((flat / unit).to(torch.float16)))))
+    return memoryview(b"".join((view_bytes(unit), view_bytes((flat / unit).to(torch.float16)))))
 
 
 def _unpack_halves(raw: bytearray, dtype: torch.dtype) -> Tensor:
@@ -94,7 +94,7 @@ def _pack_int8(tensor: Tensor) -> memoryview:
     scale = largest / 127
     inverse = torch.where(scale > _SMALLEST, 1 / scale, 0.0)  # NaN and infinity give NaN or 0
     steps = (blocks * inverse).round_().to(torch.int8).reshape(-1)[: flat.numel()]
-    return memoryview(b"".join((raw_bytes(scale), raw_bytes(steps))))
+    return memoryview(b"".join((view_bytes(scale), view_bytes(steps))))
 
 
 def _unpack_int8(raw: bytearray, dtype: torch.dtype) -> Tensor:
@@ -132,7 +132,7 @@ def _pack_int4(tensor: Tensor) -> memoryview:
         code = turned.add_(8).clamp_(0, 15).to(torch.uint8)
         steps.append(step)
         codes.append(code[:, : _TILE // 2] << 4 | code[:, _TILE // 2 :])
-    return memoryview(b"".join((raw_bytes(torch.cat(steps)), raw_bytes(torch.cat(codes)))))
+    return memoryview(b"".join((view_bytes(torch.cat(steps)), view_bytes(torch.cat(codes)))))
 
 
 def _unpack_int4(raw: bytearray, dtype: torch.dtype) -> Tensor:
@@ -185,7 +185,7 @@ def _flat(raw: bytearray, dtype: torch.dtype) -> Tensor:
 
 WIRE_CODECS: Mapping[str, WireCodec] = {
     "fp32": WireCodec(  # the tensor's own type, bit by bit
-        pack=raw_bytes, unpack=_flat, wire_bytes=lambda count, dtype: count * dtype.itemsize
+        pack=view_bytes, unpack=_flat, wire_bytes=lambda count, dtype: count * dtype.itemsize
     ),
     "fp16": WireCodec(
         pack=_pack_halves,
@@ -193,7 +193,7 @@ WIRE_CODECS: Mapping[str, WireCodec] = {
         wire_bytes=lambda count, _: 2 * count + 4 if count else 0,
     ),
     "bf16": WireCodec(
-        pack=lambda tensor: raw_bytes(tensor.to(torch.bfloat16)),
+        pack=lambda tensor: view_bytes(tensor.to(torch.bfloat16)),
         unpack=lambda raw, dtype: _flat(raw, torch.bfloat16).to(dtype),
         wire_bytes=lambda count, _: 2 * count,
     ),

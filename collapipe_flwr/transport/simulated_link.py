@@ -15,7 +15,15 @@ from torch import Tensor
 
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.links import QUEUE_FRAMES, LinkConfig
-from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, Link, Mailbox, MemoryLink, memory_pair
+from collapipe_flwr.pipeline.link import (
+    GRAD,
+    HIDDEN,
+    Frame,
+    Link,
+    Mailbox,
+    MemoryLink,
+    make_memory_pair,
+)
 from collapipe_flwr.transport.codec import WIRE_CODECS
 from collapipe_flwr.transport.stream import RateLimiter
 
@@ -23,7 +31,7 @@ from collapipe_flwr.transport.stream import RateLimiter
 def simulated_pair(left: str, right: str, link: LinkConfig) -> tuple[Link, Link]:
     """Make two joined ends that behave as ``link``; ``left`` holds the first, forward end."""
     if link.codec == "fp32" and link == link.unpaced:
-        return memory_pair(left, right)
+        return make_memory_pair(left, right)
     ahead: Mailbox[Any] = Mailbox(QUEUE_FRAMES, peer=left)
     back: Mailbox[Any] = Mailbox(QUEUE_FRAMES, peer=right)
     cut = threading.Event()

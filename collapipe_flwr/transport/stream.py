@@ -19,7 +19,7 @@ import grpc
 
 from collapipe_flwr.core.errors import Blame, ConfigError, LinkError, MemberFailed, ProtocolError
 from collapipe_flwr.core.links import QUEUE_FRAMES, LinkTraffic
-from collapipe_flwr.pipeline.link import Frame, FrameKind, Mailbox, error_frame, error_of
+from collapipe_flwr.pipeline.link import Frame, FrameKind, Mailbox, make_error_frame, read_error
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 
 _QUEUE_BYTES = 512 * 2**20  # of each direction
@@ -144,12 +144,12 @@ class StreamLink:
         frame = decode_frame(data)
         self.received.bytes += len(data)
         if frame.kind is FrameKind.ERROR:
-            self.break_off(error_of(frame, self.peer))
+            self.break_off(read_error(frame, self.peer))
         else:
             # As it is in memory: a codec makes it smaller on the wire, up to eight times.
             self._inbox.put(frame, None, size_bytes=max(frame.tensor_bytes, len(data)))
 
     def _give_up(self, told: LinkError, error: LinkError | None = None) -> None:
         """Send the peer a last frame with the error; senders here raise `error`, or the same."""
-        last = encode_frame(error_frame(told))
+        last = encode_frame(make_error_frame(told))
         self._outbox.end_with((time.monotonic(), last), error or told)

@@ -11,7 +11,7 @@ from torch import Tensor
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json
 from collapipe_flwr.pipeline.link import Frame, FrameKind
-from collapipe_flwr.pipeline.offload import passing_tensor
+from collapipe_flwr.pipeline.offload import allocate_tensor
 from collapipe_flwr.transport.methods import LIMITS
 
 PIECE_BYTES = 4 * 2**20
@@ -84,7 +84,7 @@ def gather_each(
                 if told_bytes > most_bytes:
                     raise ProtocolError(f"weights of more than {most_bytes} bytes are not accepted")
                 reserve(size_bytes)
-                begun[key] = passing_tensor(shape, piece.dtype)
+                begun[key] = allocate_tensor(shape, piece.dtype)
                 filled[key] = 0
             if key not in begun:
                 raise ProtocolError(f"a piece of {key[:80]!r} out of order")

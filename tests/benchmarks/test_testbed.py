@@ -70,7 +70,7 @@ def test_a_slowed_process_gets_its_share_and_no_more(brake) -> None:
 
 def test_a_pass_takes_what_the_share_makes_it_once_that_holds(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv(SHARE_FILE, str(tmp_path / "share"))
-    monkeypatch.setattr(Recorder, "span", Recorder.span)  # put back after the test
+    monkeypatch.setattr(Recorder, "record", Recorder.record)  # put back after the test
     slept: list[str] = []
     clocks = {"perf_counter": time.perf_counter, "thread_time": time.thread_time}
 
@@ -82,13 +82,13 @@ def test_a_pass_takes_what_the_share_makes_it_once_that_holds(monkeypatch, tmp_p
     pay_for_passes()
     recorder = Recorder()
     for work in ("fast", "slow"):
-        with recorder.span(work, 0):
+        with recorder.record(work, 0):
             before_s = time.thread_time()
             while time.thread_time() - before_s < 0.01:
                 pass
         (tmp_path / "share").write_text("0.1")
     assert slept == ["slow"]
-    assert recorder.seconds("slow") > 9.9 * 0.01
+    assert recorder.sum_seconds("slow") > 9.9 * 0.01
     assert recorder.count("slow") == recorder.count("fast") == 1
 
 

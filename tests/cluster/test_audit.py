@@ -275,7 +275,7 @@ def test_a_device_returns_no_weights_but_its_own(monkeypatch: pytest.MonkeyPatch
     def fetch_more(self: RemoteSession, known: Mapping[str, Tensor], **options: Any) -> Any:
         came, moved = fetch(self, known, **options)
         if theirs not in known:
-            came = LazyMapping.of(came, {theirs: torch.zeros(16)})
+            came = LazyMapping.join(came, {theirs: torch.zeros(16)})
         return came, moved
 
     monkeypatch.setattr(RemoteSession, "fetch_changed", fetch_more)

@@ -35,10 +35,10 @@ from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.pipeline.benchmark import (
     BenchmarkAnswer,
     BenchmarkRequest,
-    block_flop,
+    count_block_flop,
     run_benchmark,
 )
-from collapipe_flwr.pipeline.compute import torch_build
+from collapipe_flwr.pipeline.compute import describe_torch
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.methods import ProbeAnswer
@@ -123,8 +123,8 @@ def test_a_members_sensor_of_energy_and_its_torch_are_found_and_told(
     _, one, other = json.loads((tmp_path / "found.json").read_text())["members"]
     assert (one["energy_sensor"], one["power_w"]) == ("pi5-pmic", 7.0)
     assert (other["energy_sensor"], other["power_w"]) == ("", None)
-    assert (other["computes"], other["torch"]) == ("cpu", torch_build())
-    assert f"pi-2 on cpu, torch {torch_build()}" in told
+    assert (other["computes"], other["torch"]) == ("cpu", describe_torch())
+    assert f"pi-2 on cpu, torch {describe_torch()}" in told
 
 
 @pytest.fixture
@@ -394,7 +394,7 @@ def test_the_benchmark_counts_its_matrix_products_and_takes_the_mean() -> None:
     request = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=4.0)
     found = run_benchmark(request, clock=lambda: float(next(ticks)))
     assert found.seconds == (1 + 1 + 7) / 3
-    assert found.speed_flop_per_s == found.flop / 3 == block_flop(request) / 3
+    assert found.speed_flop_per_s == found.flop / 3 == count_block_flop(request) / 3
     projections, scores = 12 * 32 * 32 * 4, 2 * 4 * 4 * 32
     assert found.flop == 3 * 2 * 2 * (projections + scores)
 

@@ -17,7 +17,7 @@ from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import LinkError, ScheduleError
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.link import Link, memory_pair
+from collapipe_flwr.pipeline.link import Link, make_memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
 from tests.cluster.given_edge import GivenEdge
@@ -66,7 +66,7 @@ def _device_threads() -> list[str]:
 
 
 def test_a_silent_edge_is_given_up_at_the_deadline(splitter: Splitter) -> None:
-    ours, _theirs = memory_pair("A/d1", "edge")
+    ours, _theirs = make_memory_pair("A/d1", "edge")
     started_s = time.monotonic()
     with pytest.raises(LinkError, match=r"edge sent nothing within 0.5 s"):
         order = _order(splitter, _plan(1, 3), DEADLINE_S)
@@ -76,7 +76,7 @@ def test_a_silent_edge_is_given_up_at_the_deadline(splitter: Splitter) -> None:
 
 
 def test_an_edge_that_fails_says_why(splitter: Splitter) -> None:
-    ours, theirs = memory_pair("A/d1", "edge")
+    ours, theirs = make_memory_pair("A/d1", "edge")
     theirs.close("the decoder ran out of memory")
     with pytest.raises(LinkError, match="the decoder ran out of memory"):
         train_round(splitter, _order(splitter, _plan(1, 3)), _batches(splitter), fleet(ours))
@@ -88,7 +88,7 @@ def test_a_failing_data_source_ends_the_devices(splitter: Splitter) -> None:
         raise ValueError("the disk is gone")
         yield []
 
-    ours, _theirs = memory_pair("A/d1", "edge")
+    ours, _theirs = make_memory_pair("A/d1", "edge")
     with pytest.raises(ValueError, match="the disk is gone"):
         train_round(splitter, _order(splitter, _plan(1, 3)), broken(), fleet(ours))
     assert not _device_threads()
@@ -98,7 +98,7 @@ def test_a_failing_data_source_ends_the_devices(splitter: Splitter) -> None:
 def test_a_plan_that_leaves_blocks_out_is_refused(
     splitter: Splitter, stops: tuple[int, ...]
 ) -> None:
-    ours, _theirs = memory_pair("A/d1", "edge")
+    ours, _theirs = make_memory_pair("A/d1", "edge")
     with pytest.raises(ScheduleError, match="cover 2 blocks, the model has 3"):
         train_round(splitter, _order(splitter, _plan(*stops)), _batches(splitter), fleet(ours))
 
@@ -106,7 +106,7 @@ def test_a_plan_that_leaves_blocks_out_is_refused(
 def test_a_plan_that_gives_a_block_twice_is_refused(splitter: Splitter) -> None:
     plan = _plan(2, 3)
     second = replace(plan.segments[1], first_block=1)
-    ours, _theirs = memory_pair("A/d1", "edge")
+    ours, _theirs = make_memory_pair("A/d1", "edge")
     with pytest.raises(ScheduleError, match="exactly once"):
         train_round(
             splitter,
@@ -130,7 +130,7 @@ def test_a_plan_whose_schedule_blocks_or_keeps_too_much_is_refused_before_it_run
     plan = replace(_plan(3), warmup_depth=depths, micro_batches=max(*depths, 3))
     plan = replace(plan, execution=replace(plan.execution, schedule=schedule))
     order = _order(splitter, plan)
-    ours, _theirs = memory_pair("A/d0", "edge")
+    ours, _theirs = make_memory_pair("A/d0", "edge")
     taken = _batches(splitter)
     with pytest.raises(ScheduleError, match=message):
         train_round(splitter, order, taken, fleet(ours))

@@ -29,7 +29,7 @@ from collapipe_flwr.models.spec import LoraConfig
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import NextHop, Placement, SessionRequest
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.state import PartState, digest_of
+from collapipe_flwr.pipeline.state import PartState, compute_digest
 from collapipe_flwr.transport.client import Dialer
 from tests.closeness import assert_near
 from tests.full_disk import full_disk
@@ -78,7 +78,7 @@ def test_frozen_weights_come_from_the_control_unit_where_they_must_and_once(
     sent = [result.moved.sent_bytes for result in rounds]
     assert sent[0] - sent[1] == frozen_bytes > 4 * sent[1]
     held = {path.stem for path in cache.iterdir()}
-    assert held == {digest_of(tensor) for tensor in frozen.values()}
+    assert held == {compute_digest(tensor) for tensor in frozen.values()}
     _check_damage(splitter, weights, steps, cache)
 
 
@@ -89,7 +89,7 @@ def _check_damage(splitter: Splitter, weights: Mapping[str, Tensor], steps, cach
     second.write_bytes(whole)
     first.write_bytes(whole[:100])
     damaged = _train(splitter, weights, steps, cache)
-    assert all(digest_of(load_file(f)["tensor"]) == f.stem for f in (first, second))
+    assert all(compute_digest(load_file(f)["tensor"]) == f.stem for f in (first, second))
     mended = _train(splitter, weights, steps, cache)
     lost = sum(load_file(file)["tensor"].nbytes for file in (first, second))
     assert damaged.moved.sent_bytes - mended.moved.sent_bytes == lost
@@ -120,7 +120,7 @@ def _train(splitter: Splitter, weights: Mapping[str, Tensor], steps, cache: Path
 
 def test_what_was_not_used_for_longest_makes_room(tmp_path: Path) -> None:
     tensors = {name: torch.full((1000,), float(i)) for i, name in enumerate("abc")}
-    digests = {name: digest_of(tensor) for name, tensor in tensors.items()}
+    digests = {name: compute_digest(tensor) for name, tensor in tensors.items()}
     cache = WeightCache(tmp_path / "x", most_bytes=9000)
     for age, name in enumerate("ab"):
         cache.keep({name: tensors[name]})
@@ -141,7 +141,7 @@ def test_a_users_own_files_make_no_room(tmp_path: Path) -> None:
     tensor = torch.zeros(1000)
     cache = WeightCache(tmp_path, most_bytes=5000)
     cache.keep({"a": tensor})
-    assert model.exists() and set(cache.find({"a": digest_of(tensor)})) == {"a"}
+    assert model.exists() and set(cache.find({"a": compute_digest(tensor)})) == {"a"}
 
 
 def test_optimizer_slots_are_not_kept_beside_frozen_weights(
@@ -149,7 +149,7 @@ def test_optimizer_slots_are_not_kept_beside_frozen_weights(
 ) -> None:
     weights = splitter.initial_weights(seed=1)
     part = splitter.build_segment(2, 5, weights)
-    empty = Optimizer(ADAMW, part.named_parameters()).empty_state()
+    empty = Optimizer(ADAMW, part.named_parameters()).make_meta_state()
     slots = {k: tuple(torch.zeros_like(t, device="cpu") for t in empty[k]) for k in empty}
     trained = PartState(weights=weights, optimizer=slots).select(splitter.segment_keys(2, 5))
     frozen = splitter.read_resident(splitter.resident_keys_of_segment(2, 5))
@@ -165,10 +165,10 @@ def test_optimizer_slots_are_not_kept_beside_frozen_weights(
         )
     )
     with pytest.raises(CheckpointMissing):
-        board.push_weights(key, trained.tensors())
-    board.push_weights(key, {**trained.tensors(), **frozen})
-    assert slots and board.weights(key, with_optimizer=True).keys() == trained.tensors().keys()
-    assert {path.stem for path in cache.iterdir()} == {digest_of(t) for t in frozen.values()}
+        board.push_weights(key, trained.flatten())
+    board.push_weights(key, {**trained.flatten(), **frozen})
+    assert slots and board.weights(key, with_optimizer=True).keys() == trained.flatten().keys()
+    assert {path.stem for path in cache.iterdir()} == {compute_digest(t) for t in frozen.values()}
 
 
 def test_a_full_disk_is_a_warning_and_leaves_nothing_half_written(tmp_path: Path, caplog) -> None:
@@ -187,7 +187,7 @@ def test_after_every_cut_the_cache_holds_the_tensor_or_none(tmp_path: Path) -> N
         WeightCache(root / "cache", most_bytes=10**9).keep({"a": tensor})
     for number, (_, tree) in enumerate(disk.found):
         folder = rebuilt(tree, tmp_path / str(number)) / "cache"
-        found = WeightCache(folder, most_bytes=10**9).find({"a": digest_of(tensor)})
+        found = WeightCache(folder, most_bytes=10**9).find({"a": compute_digest(tensor)})
         assert not found or torch.equal(found["a"], tensor)
         assert len(list(folder.iterdir())) == len(found)
 
@@ -199,7 +199,7 @@ def test_two_daemons_may_share_a_cache_and_the_next_removes_what_a_killed_one_le
     caches = [WeightCache(tmp_path, most_bytes=10**9) for _ in range(2)]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda cache: cache.keep(tensors), caches))
-    digests = {key: digest_of(tensor) for key, tensor in tensors.items()}
+    digests = {key: compute_digest(tensor) for key, tensor in tensors.items()}
     assert all(cache.find(digests).keys() == tensors.keys() for cache in caches)
     (tmp_path / "tensors.abcdefgh.collapipe.partial").mkdir()
     WeightCache(tmp_path, most_bytes=10**9)

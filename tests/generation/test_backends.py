@@ -315,7 +315,7 @@ def test_every_stage_and_link_waits_as_long_as_the_chain_may_be_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case, waits, idle = Case("gpt2"), set[float](), set[tuple[int, float]]()
-    wait, next_frame = Mailbox._wait, generation.next_frame
+    wait, next_frame = Mailbox._wait, generation.take_frame
 
     def waiting(self: Any, ready: Any, deadline_s: float | None, what: str) -> None:
         waits.add(math.inf if deadline_s is None else deadline_s)
@@ -326,8 +326,8 @@ def test_every_stage_and_link_waits_as_long_as_the_chain_may_be_idle(
         return next_frame(link, idle_s)
 
     monkeypatch.setattr(Mailbox, "_wait", waiting)
-    monkeypatch.setattr(generation, "next_frame", asking)
-    monkeypatch.setattr(generation_driver, "next_frame", asking)
+    monkeypatch.setattr(generation, "take_frame", asking)
+    monkeypatch.setattr(generation_driver, "take_frame", asking)
     with place(case) as driver:
         assert written(driver, PROMPTS[0], case.settings()) == case.unsplit(PROMPTS[0])
     assert {idle_s for _, idle_s in idle} == {IDLE_S}

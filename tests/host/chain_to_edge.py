@@ -20,7 +20,7 @@ from collapipe_flwr.pipeline.config import (
     SessionRequest,
     StageConfig,
 )
-from collapipe_flwr.pipeline.link import Link, memory_pair
+from collapipe_flwr.pipeline.link import Link, make_memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage, MiddleStage
 from collapipe_flwr.transport.client import HostClient
@@ -77,7 +77,7 @@ class Cluster:
     """Stages of the control unit and one device; `edge` is the device's link downstream."""
 
     def __init__(self, parts, edge: Link, deadline_s: float = DEADLINE_S) -> None:
-        to_device, to_control = memory_pair("control unit", "device 1")
+        to_device, to_control = make_memory_pair("control unit", "device 1")
         self.links = (to_device, to_control, edge)
         self.first = FirstStage(
             parts[0],

@@ -9,7 +9,7 @@ from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.schedule import ReplicaIndex
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.host.session import ONLY, SIBLING, Lane, Lanes, SessionRefused
-from collapipe_flwr.pipeline.link import memory_pair
+from collapipe_flwr.pipeline.link import make_memory_pair
 from collapipe_flwr.transport.client import HostClient
 from tests.host.chain_to_edge import service, session_key
 from tests.host.test_sessions import opened, told_to_end
@@ -32,7 +32,7 @@ def test_the_lanes_of_a_stage_claim_one_stream_and_each_of_them_once() -> None:
 def test_a_lane_that_goes_takes_those_that_wait_with_it() -> None:
     edge = opened(service())
     stream = edge.claim(session_key(), Lane(0, 2))
-    ours, theirs = memory_pair("edge", "device")
+    ours, theirs = make_memory_pair("edge", "device")
     stream.session.enter(stream, Lane(0, 2), ours)
     edge.release(stream, "another link of this stage broke off")
     with pytest.raises(LinkError, match="another link of this stage broke off"):

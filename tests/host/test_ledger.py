@@ -17,7 +17,7 @@ from collapipe_flwr.host.stores import TensorStore
 from collapipe_flwr.pipeline import benchmark
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
-from collapipe_flwr.pipeline.state import PartState, digests_of
+from collapipe_flwr.pipeline.state import PartState, compute_digests
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.methods import decode_message, encode_message
 from tests.accelerators import accelerator  # noqa: F401
@@ -130,7 +130,7 @@ def _device(ledger: Ledger) -> HostService:
     host = HostService(build_head, store=TensorStore(ledger), ledger=ledger)
     host.open(request("old", optimizer=ADAMW, keep_optimizer=True))
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
-    host.push_weights(session_key("old"), PartState(weights=HEAD, optimizer=slots).copy().tensors())
+    host.push_weights(session_key("old"), PartState(weights=HEAD, optimizer=slots).copy().flatten())
     host.close(session_key("old"))
     assert ledger.held_bytes == host.spare_bytes() == 3 * WEIGHTS + STEPS
     return host
@@ -140,7 +140,7 @@ def test_what_the_next_session_asks_for_is_handed_over_and_the_rest_forgotten() 
     ledger = Ledger()
     host = _device(ledger)
     host.open(request("new", optimizer=ADAMW))
-    digests = digests_of({"out.weight": HEAD["out.weight"], "out.bias": torch.ones(5)})
+    digests = compute_digests({"out.weight": HEAD["out.weight"], "out.bias": torch.ones(5)})
     assert host.missing(session_key("new"), digests) == ("out.bias",)
     assert ledger.held_bytes == HEAD["out.weight"].nbytes
     assert host.missing(session_key("new"), digests) == ("out.bias",)  # twice is fine
@@ -154,8 +154,8 @@ def test_slots_of_equal_content_stay_apart() -> None:
     host = _device(Ledger())
     host.open(request("new", optimizer=ADAMW))
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
-    state = PartState(weights=HEAD, optimizer=slots).tensors()
-    assert host.missing(session_key("new"), digests_of(state)) == ()
+    state = PartState(weights=HEAD, optimizer=slots).flatten()
+    assert host.missing(session_key("new"), compute_digests(state)) == ()
     host.push_weights(session_key("new"), {})
     with host.read(session_key("new"), with_optimizer=True) as tensors:
         assert len({t.data_ptr() for t in tensors.values()}) == len(state)
@@ -169,9 +169,9 @@ def test_a_part_is_pushed_into_a_host_that_is_as_large_as_its_state() -> None:
     host = _device(ledger)
     host.open(request("new", optimizer=ADAMW))
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
-    state = dict(PartState(weights=HEAD, optimizer=slots).copy().tensors())
+    state = dict(PartState(weights=HEAD, optimizer=slots).copy().flatten())
     state["out.weight"] += 1
-    wanted = host.missing(session_key("new"), digests_of(state))
+    wanted = host.missing(session_key("new"), compute_digests(state))
     assert wanted == ("out.weight",)
     host.push_weights(session_key("new"), {key: state[key] for key in wanted})
     assert ledger.held_bytes == ledger.peak_bytes == STATE

@@ -11,7 +11,7 @@ import pytest
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.host.service import HostService
 from collapipe_flwr.pipeline.config import PassesDone
-from collapipe_flwr.pipeline.link import memory_pair
+from collapipe_flwr.pipeline.link import make_memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
 from tests.host.chain_to_edge import request, service, session_key
@@ -33,7 +33,7 @@ def opened(edge: HostService, session_id: str = "c1", **options: object) -> None
 @contextmanager
 def streaming(edge: HostService, session_id: str = "c1", first_step: int = 0) -> Iterator:
     """The control unit at the other end of a stream, which an error in the body breaks."""
-    ours, theirs = memory_pair("control unit", "edge")
+    ours, theirs = make_memory_pair("control unit", "edge")
 
     def serve() -> None:
         with suppress(LinkError):

@@ -12,7 +12,7 @@ from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.service import HostService
 from collapipe_flwr.host.session import SessionRefused
 from collapipe_flwr.pipeline.config import SessionKey
-from collapipe_flwr.pipeline.link import Frame, FrameKind, memory_pair
+from collapipe_flwr.pipeline.link import Frame, FrameKind, make_memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from tests.host.chain_to_edge import TOKEN, build_head, request, service, session_key
 from tests.pipeline.chains import Head
@@ -43,7 +43,7 @@ def test_weights_are_copies():
 def test_a_stranger_is_refused_everywhere(session_id, token):
     edge = service()
     edge.open(request())
-    _, link = memory_pair("a", "b")
+    _, link = make_memory_pair("a", "b")
     key = SessionKey(session_id=session_id, token=token)
     for call in (
         lambda: edge.push_weights(key, {}),
@@ -147,7 +147,7 @@ def test_running_needs_weights_and_reporting_needs_a_run():
     edge = service()
     edge.open(request())
     with pytest.raises(SessionRefused, match="push them first"):
-        edge.run(session_key(), memory_pair("a", "b")[0])
+        edge.run(session_key(), make_memory_pair("a", "b")[0])
     with pytest.raises(SessionRefused, match="not run yet"):
         edge.report(session_key())
 
@@ -161,7 +161,7 @@ def test_one_stream_at_a_time_and_an_orderly_end_keeps_the_session():
         edge.claim(session_key())
     with pytest.raises(SessionRefused, match="middle of a stream"):
         edge.weights(session_key())
-    ours, theirs = memory_pair("edge", "device")
+    ours, theirs = make_memory_pair("edge", "device")
     worker = threading.Thread(target=edge.serve, args=(session, ours))
     worker.start()
     theirs.send(Frame(kind=FrameKind.END), deadline_s=1)
@@ -174,7 +174,7 @@ def test_a_failed_stream_takes_its_session_with_it():
     edge = service()
     edge.open(request())
     edge.push_weights(session_key(), Head().state_dict())
-    ours, theirs = memory_pair("edge", "device")
+    ours, theirs = make_memory_pair("edge", "device")
     theirs.close("lost power")
     with pytest.raises(LinkError, match="device failed: lost power"):
         edge.run(session_key(), ours)

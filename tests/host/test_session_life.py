@@ -25,10 +25,10 @@ from collapipe_flwr.host.service import HostService
 from collapipe_flwr.host.session import SessionStream
 from collapipe_flwr.host.stores import TensorStore
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
-from collapipe_flwr.pipeline.link import Frame, MemoryLink, memory_pair
+from collapipe_flwr.pipeline.link import Frame, MemoryLink, make_memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage
-from collapipe_flwr.pipeline.state import digests_of
+from collapipe_flwr.pipeline.state import compute_digests
 from tests.closeness import assert_same
 from tests.host.chain_to_edge import request, session_key
 from tests.pipeline.chains import Embedding, Head, make_batch, make_parts, settings
@@ -121,7 +121,7 @@ class Driver:
         self.part = host.find(session_key(session_id)).part
         self.stream = stream
         self._host = host
-        self.link, theirs = memory_pair("control unit", "edge")
+        self.link, theirs = make_memory_pair("control unit", "edge")
         self._theirs = NoticedLink(theirs)
         self.waits = self._theirs.waits
         self.errors: list[CollaPipeError] = []
@@ -304,7 +304,7 @@ class Host(RuleBasedStateMachine):
         """Weights and slots of some step, of which the host may have kept some."""
         key, model = self._pick(data, "empty", "rest")
         state = state_after(version, steps)
-        wanted = self.host.missing(session_key(key), digests_of(state))
+        wanted = self.host.missing(session_key(key), compute_digests(state))
         if pushes:
             self.host.push_weights(session_key(key), {name: state[name].clone() for name in wanted})
             assert_same(self.host.weights(session_key(key), with_optimizer=True), state)

@@ -15,7 +15,7 @@ import torch
 
 from collapipe_flwr.core.errors import LinkError, ModelError
 from collapipe_flwr.host.service import HostService
-from collapipe_flwr.pipeline.link import Frame, FrameKind, MemoryLink, memory_pair
+from collapipe_flwr.pipeline.link import Frame, FrameKind, MemoryLink, make_memory_pair
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.state import PartState
 from tests.host.chain_to_edge import build_head, request, service, session_key
@@ -33,7 +33,7 @@ def opened(edge: HostService, session_id: str = "c1", **options: object) -> Host
 
 def told_to_end() -> MemoryLink:
     """The link of a stream that ends as soon as it begins."""
-    ours, theirs = memory_pair("edge", "device")
+    ours, theirs = make_memory_pair("edge", "device")
     theirs.send(Frame(kind=FrameKind.END), deadline_s=1)
     return ours
 
@@ -42,7 +42,7 @@ def test_a_claimed_stream_does_not_run_once_its_session_was_closed():
     edge = opened(service())
     stream = edge.claim(session_key())
     edge.close(session_key())
-    ours, theirs = memory_pair("edge", "device")
+    ours, theirs = make_memory_pair("edge", "device")
     theirs.send(Frame(kind=FrameKind.END), deadline_s=1)
     with pytest.raises(LinkError, match="the session was closed"):
         edge.serve(stream, ours)
@@ -122,7 +122,7 @@ def test_an_id_is_free_again_only_when_its_last_session_has_ended():
     edge = opened(service())
     edge.find(session_key()).part = Slow()
     stream = edge.claim(session_key())
-    ours, theirs = memory_pair("edge", "device")
+    ours, theirs = make_memory_pair("edge", "device")
     with (
         in_thread(lambda: edge.serve(stream, ours)),
         in_thread(lambda: edge.close(session_key())),
@@ -193,7 +193,7 @@ def test_the_end_of_a_stream_leaves_the_next_one_its_links():
 
 
 def _break_off_the_second(edge: HostService, first: PausedThread) -> None:
-    link, peer = memory_pair("edge", "device")
+    link, peer = make_memory_pair("edge", "device")
     settled, runs = threading.Event(), threading.Event()
 
     def second() -> None:
@@ -223,7 +223,7 @@ def _break_off_the_second(edge: HostService, first: PausedThread) -> None:
 
 
 def _whole() -> dict[str, torch.Tensor]:
-    return dict(PartState(weights=Head().state_dict(), optimizer=SLOTS).tensors())
+    return dict(PartState(weights=Head().state_dict(), optimizer=SLOTS).flatten())
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,11 @@ from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.saving import save_whole
 from collapipe_flwr.models.spec import LoraConfig
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.compute import bring_home, hold, one_thread, place_of
+from collapipe_flwr.pipeline.compute import bring_home, find_place, hold, use_one_thread
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig, optimizer_config
 from collapipe_flwr.pipeline.randomness import SeededRandomness
-from collapipe_flwr.pipeline.state import live_state, load_optimizer_state, optimizer_state_of
+from collapipe_flwr.pipeline.state import copy_optimizer_state, load_optimizer_state, view_state
 from tests.accelerators import accelerator, everything_at  # noqa: F401
 from tests.closeness import assert_near, near
 from tests.cluster import recovered as recovery
@@ -120,7 +120,7 @@ def test_whatever_draws_draws_as_on_a_cpu(accelerator: torch.device) -> None:  #
         part = hold(net, place)
         with SeededRandomness(part, 7).seed_at(0, 1):
             found = part(hidden.to(place))
-        with one_thread(place):
+        with use_one_thread(place):
             found.square().sum().backward()
         return [found.cpu(), *(p.grad.cpu() for p in part.parameters() if p.grad is not None)]
 
@@ -244,13 +244,13 @@ def test_what_an_optimizer_keeps_goes_home_and_back(
         net.load_state_dict(weights or net.state_dict())
         optimizer = Optimizer(rule, hold(net, place).named_parameters())
         load_optimizer_state(optimizer, slots)
-        with one_thread(place):
+        with use_one_thread(place):
             net(torch.arange(6.0).reshape(2, 3).to(place)).square().sum().backward()
         optimizer.add_proximal()
         optimizer.step()
-        state = live_state(net, optimizer).copy()
-        assert {t.device.type for t in state.tensors().values()} == {"cpu"}
-        return state.weights, optimizer_state_of(optimizer)
+        state = view_state(net, optimizer).copy()
+        assert {t.device.type for t in state.flatten().values()} == {"cpu"}
+        return state.weights, copy_optimizer_state(optimizer)
 
     cpu = torch.device("cpu")
     found = expected = (None, {})
@@ -285,5 +285,5 @@ def test_tied_tensors_stay_one(accelerator: torch.device) -> None:  # noqa: F811
     net.register_parameter("empty", empty)
     moved = hold(net, accelerator)
     assert moved[1].weight is moved[0].weight
-    assert place_of(moved) == accelerator
+    assert find_place(moved) == accelerator
     assert moved.get_parameter("empty").stride() == (0, 0)  # takes no memory there either

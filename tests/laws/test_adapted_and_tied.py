@@ -21,7 +21,7 @@ from collapipe_flwr.models.saving import save_whole
 from collapipe_flwr.models.spec import LoraConfig
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import Execution, StageConfig
-from collapipe_flwr.pipeline.link import memory_pair
+from collapipe_flwr.pipeline.link import make_memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
 from collapipe_flwr.pipeline.step import MicroBatch
@@ -147,7 +147,7 @@ def _one_clipped_step(
         splitter.build_edge(weights),
     ]
     names = ["cu", "d1", "d2", "edge"]
-    pairs = [memory_pair(a, b) for a, b in pairwise(names)]
+    pairs = [make_memory_pair(a, b) for a, b in pairwise(names)]
     own = [
         (
             part,

@@ -111,7 +111,7 @@ def assert_replicas_are_equal(stages: Sequence[MiddleStage], order: TrainingOrde
             assert other.part is not first.part
             ours, theirs = first.part.state_dict(), other.part.state_dict()
             assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-            states = (stage.optimizer.state_tensors() for stage in (first, other))
+            states = (stage.optimizer.collect_state() for stage in (first, other))
             assert all(
                 torch.equal(a, b)
                 for (_, one), (_, same) in zip(*(s.items() for s in states), strict=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import CollaPipeError
 from collapipe_flwr.pipeline.config import StageConfig
-from collapipe_flwr.pipeline.link import Link, memory_pair
+from collapipe_flwr.pipeline.link import Link, make_memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
 from collapipe_flwr.pipeline.stage import Stage
@@ -134,7 +134,7 @@ class Chain:
     def __init__(self, parts: Sequence[nn.Module], make_settings, rule=SGD) -> None:
         self.failures: dict[str, BaseException] = {}
         names = ["control unit", *(f"device {i}" for i in range(1, len(parts) - 1)), "edge"]
-        pairs = [memory_pair(a, b) for a, b in itertools.pairwise(names)]
+        pairs = [make_memory_pair(a, b) for a, b in itertools.pairwise(names)]
         self.links: list[Link] = [end for pair in pairs for end in pair]
         stages: list[Stage] = []
         for i, part in enumerate(parts):

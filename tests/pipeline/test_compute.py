@@ -15,7 +15,7 @@ from collapipe_flwr.host.daemon import HostSettings, serve
 from collapipe_flwr.pipeline import compute
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
 from collapipe_flwr.pipeline.benchmark import run_benchmark as benchmark
-from collapipe_flwr.pipeline.compute import CPU, free_bytes, hold, resolve
+from collapipe_flwr.pipeline.compute import CPU, hold, measure_free_bytes, resolve
 from tests.accelerators import NO_PRETENCE, accelerator  # noqa: F401
 from tests.pretend import NAME, pretend_device
 
@@ -33,7 +33,7 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, fault: str = "") -> None:
     there = (CPU, torch.device("cuda", 0), GPU)
     resolve.cache_clear()
     monkeypatch.setattr(compute, "list_devices", lambda: there)
-    monkeypatch.setattr(compute, "_fault", lambda _, **__: fault)
+    monkeypatch.setattr(compute, "_find_fault", lambda _, **__: fault)
     monkeypatch.setattr(compute, "_switch_off_tf32", lambda device: device)
 
 
@@ -113,7 +113,7 @@ def test_the_benchmark_runs_there(accelerator: torch.device) -> None:  # noqa: F
     found = benchmark(small, accelerator)
     assert str(accelerator) in found.computes
     assert torch.__version__.startswith(found.torch.partition(" ")[0])
-    assert found.memory_bytes == pytest.approx(free_bytes(accelerator), rel=0.2)
+    assert found.memory_bytes == pytest.approx(measure_free_bytes(accelerator), rel=0.2)
     assert benchmark(small).computes == "cpu"
 
 
@@ -122,7 +122,7 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     tensors = {"weight": part.weight}
     assert hold(part, CPU).weight is tensors["weight"]
     assert compute.bring(tensors, CPU) is tensors and compute.bring_home(tensors) is tensors
-    assert free_bytes(CPU) == pytest.approx(available_memory_bytes(), rel=0.2)
+    assert measure_free_bytes(CPU) == pytest.approx(available_memory_bytes(), rel=0.2)
 
 
 def test_a_service_has_what_its_groups_leave(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from collapipe_flwr.core.errors import (
     ScheduleError,
 )
 from collapipe_flwr.pipeline.config import Execution
-from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, memory_pair
+from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, make_memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage, LastStage, MiddleStage
 from collapipe_flwr.pipeline.soundness import check_sound, describe_odd
@@ -75,7 +75,7 @@ def test_whatever_the_code_of_a_block_raises_is_told_as_an_error_of_the_model(ki
 
 def test_a_stage_that_hangs_is_given_up_at_the_deadline():
     parts = make_parts((1,))
-    left, _silent = memory_pair("control unit", "device 1")
+    left, _silent = make_memory_pair("control unit", "device 1")
     optimizer = Optimizer(SGD, parts[0].named_parameters())
     first = FirstStage(
         parts[0], optimizer, settings("control unit", deadline_s=0.2), downstream=left
@@ -85,7 +85,7 @@ def test_a_stage_that_hangs_is_given_up_at_the_deadline():
 
 
 def test_the_wait_for_the_next_step_is_no_shorter_than_one_inside_a_step():
-    ours, theirs = memory_pair("edge", "device 1")
+    ours, theirs = make_memory_pair("edge", "device 1")
     waits, receive = [], ours.receive
 
     def asking(*, deadline_s):
@@ -113,7 +113,7 @@ def test_a_wrong_weight_is_refused():
 
 def test_an_empty_batch_is_refused_before_anything_is_sent():
     parts = make_parts((1,))
-    left, right = memory_pair("control unit", "device 1")
+    left, right = make_memory_pair("control unit", "device 1")
     first = FirstStage(parts[0], Optimizer(SGD, ()), settings("control unit"), downstream=left)
     with pytest.raises(ScheduleError, match="weighs 0"):
         first.train_step([])
@@ -164,7 +164,7 @@ def activation(step=0, micro_batch=0, **more) -> Frame:
     ],
 )
 def test_frames_out_of_order_or_malformed_are_refused(frames):
-    ours, theirs = memory_pair("edge", "stranger")
+    ours, theirs = make_memory_pair("edge", "stranger")
     part = make_parts((1,))[-1]
     stage = LastStage(
         part, Optimizer(SGD, part.named_parameters()), settings("edge"), upstream=ours
@@ -187,7 +187,10 @@ def test_frames_out_of_order_or_malformed_are_refused(frames):
     ],
 )
 def test_gradients_that_do_not_fit_are_refused(answer):
-    (up, cu), (down, edge) = memory_pair("device", "control unit"), memory_pair("device", "edge")
+    (up, cu), (down, edge) = (
+        make_memory_pair("device", "control unit"),
+        make_memory_pair("device", "edge"),
+    )
     part = make_parts((1,))[1]
     stage = MiddleStage(part, Optimizer(SGD, ()), settings("device"), upstream=up, downstream=down)
     cu.send(begin(micro_batches=1.0), deadline_s=1)
@@ -200,7 +203,7 @@ def test_gradients_that_do_not_fit_are_refused(answer):
 
 @pytest.mark.parametrize("scalars", [{}, *({"factor": x} for x in (float("nan"), -0.5, 1.5))])
 def test_a_factor_that_no_clipping_gives_is_refused_and_its_sender_blamed(scalars):
-    part, (up, cu) = make_parts((1,))[-1], memory_pair("edge", "device")
+    part, (up, cu) = make_parts((1,))[-1], make_memory_pair("edge", "device")
     before = [p.detach().clone() for p in part.parameters()]
     stage = LastStage(part, Optimizer(SGD, part.named_parameters()), settings("edge"), upstream=up)
     cu.send(begin(micro_batches=1, weight=2.0, settle=True), deadline_s=1)
@@ -214,7 +217,7 @@ def test_a_factor_that_no_clipping_gives_is_refused_and_its_sender_blamed(scalar
 
 @pytest.mark.parametrize("square_norm", [float("nan"), -1.0, float("inf")])
 def test_a_norm_that_no_gradient_has_is_refused_and_its_sender_blamed(square_norm):
-    parts, (down, device) = make_parts((1,)), memory_pair("control unit", "device")
+    parts, (down, device) = make_parts((1,)), make_memory_pair("control unit", "device")
     first = FirstStage(
         parts[0], Optimizer(SGD, ()), settings("control unit"), downstream=down, shared=True
     )
@@ -231,7 +234,7 @@ def test_a_norm_that_no_gradient_has_is_refused_and_its_sender_blamed(square_nor
 
 @pytest.mark.parametrize("name", [HIDDEN, GRAD, "sum/w", "shared/w", "rows/w"])
 def test_whatever_is_added_to_weights_or_gradients_is_checked_on_arrival(name):
-    link, _ = memory_pair("edge", "A/1")
+    link, _ = make_memory_pair("edge", "A/1")
     wrong = Frame(kind=FrameKind.SUM, tensors={name: torch.tensor([1.0, torch.nan])})
     with pytest.raises(MemberFailed) as failure:
         check_sound(wrong, "edge", link, MemberFailed.UPSTREAM)
@@ -305,8 +308,8 @@ odd_frames = st.builds(
     place=st.sampled_from([LastStage, MiddleStage]),
 )
 def test_any_sequence_of_frames_ends_in_an_error_of_ours_or_in_good_order(frames, opening, place):
-    ours, theirs = memory_pair("edge", "stranger")
-    down, behind = memory_pair("edge", "behind")
+    ours, theirs = make_memory_pair("edge", "stranger")
+    down, behind = make_memory_pair("edge", "behind")
     part = make_parts((1,))[-1 if place is LastStage else 1]
     links = {"upstream": ours} if place is LastStage else {"upstream": ours, "downstream": down}
     stage = place(part, Optimizer(SGD, part.named_parameters()), settings("edge"), **links)

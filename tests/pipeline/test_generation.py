@@ -27,7 +27,7 @@ from collapipe_flwr.pipeline.generation import (
     GeneratingEdge,
     relay_generation,
 )
-from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, MemoryLink, memory_pair
+from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, MemoryLink, make_memory_pair
 from tests.pipeline.chains import DEADLINE_S
 
 SETTINGS = StageConfig(name="edge", deadline_s=DEADLINE_S, idle_s=2 * DEADLINE_S)
@@ -94,7 +94,7 @@ def running(target: Any) -> Iterator[None]:
 
 
 def test_the_edge_takes_no_late_frame_for_one_of_the_next_text() -> None:
-    up, device = memory_pair("edge", "device")
+    up, device = make_memory_pair("edge", "device")
 
     def send(*frames: Frame) -> None:
         for frame in frames:
@@ -129,7 +129,7 @@ def test_the_edge_takes_no_late_frame_for_one_of_the_next_text() -> None:
     ],
 )
 def test_texts_out_of_order_are_refused(frames: list[Frame], sentence: str) -> None:
-    up, device = memory_pair("edge", "device")
+    up, device = make_memory_pair("edge", "device")
     for frame in frames:
         device.send(frame, deadline_s=DEADLINE_S)
     with pytest.raises(ProtocolError, match=f"device {sentence}"):
@@ -138,7 +138,7 @@ def test_texts_out_of_order_are_refused(frames: list[Frame], sentence: str) -> N
 
 def test_more_answers_than_questions_hold_nobody_up() -> None:
     """The edge reads for all texts, so such a frame must not make it wait."""
-    up, device = memory_pair("edge", "device")
+    up, device = make_memory_pair("edge", "device")
 
     class Slow(Top):
         def generate(self, *_: Any) -> Tensor:
@@ -153,7 +153,7 @@ def test_more_answers_than_questions_hold_nobody_up() -> None:
 
 
 def test_a_chain_that_ends_in_the_middle_of_a_text_does_not_pass_it_off_as_complete() -> None:
-    up, device = memory_pair("edge", "device")
+    up, device = make_memory_pair("edge", "device")
     with running(edge(up).serve):
         device.send(prompt(0), deadline_s=DEADLINE_S)
         assert ASK in device.receive(deadline_s=DEADLINE_S).scalars
@@ -189,7 +189,7 @@ class Blocks(nn.Module):
 
 
 def test_a_device_keeps_a_cache_as_long_as_its_text() -> None:
-    (near, up), (down, far) = memory_pair("cu", "device"), memory_pair("device", "edge")
+    (near, up), (down, far) = make_memory_pair("cu", "device"), make_memory_pair("device", "edge")
     blocks = Blocks()
 
     def down_again() -> Frame:
@@ -215,11 +215,11 @@ def test_a_device_keeps_a_cache_as_long_as_its_text() -> None:
 def test_an_idle_stage_ends_with_the_true_reason() -> None:
     settings = replace(SETTINGS, deadline_s=0.05, idle_s=0.05)
     reason = r"no text was asked for within 0\.05 s, the longest pause of a chain that generates"
-    up, _device = memory_pair("edge", "device")
+    up, _device = make_memory_pair("edge", "device")
     order = Frame(kind=FrameKind.SERVE, scalars={SLOTS: 1.0})
     with pytest.raises(LinkTimeout, match=reason):
         GeneratingEdge(Top(), up, settings, order).serve()
-    (near, up), (down, _edge) = memory_pair("cu", "device"), memory_pair("device", "edge")
+    (near, up), (down, _edge) = make_memory_pair("cu", "device"), make_memory_pair("device", "edge")
     with pytest.raises(LinkError, match=reason):  # of one direction or the other
         relay_generation(Blocks(), up, down, settings)
     with pytest.raises(LinkError, match=f"device failed: {reason}"):
@@ -229,7 +229,7 @@ def test_an_idle_stage_ends_with_the_true_reason() -> None:
 
 @pytest.mark.parametrize("kind", [FrameKind.ACTIVATION, FrameKind.TOKENS])
 def test_a_frame_without_its_tensor_is_refused(kind: FrameKind) -> None:
-    up, device = memory_pair("edge", "device")
+    up, device = make_memory_pair("edge", "device")
     bare = Frame(kind=kind, scalars={PROMPT: 1.0, PAST: 0.0})
     device.send(bare, deadline_s=DEADLINE_S)
     with pytest.raises(ProtocolError, match=f"device sent {kind.name} without a tensor"):

@@ -21,7 +21,7 @@ from collapipe_flwr.pipeline import generation_driver as driver_module
 from collapipe_flwr.pipeline.config import StageConfig
 from collapipe_flwr.pipeline.generation import ASK, DONE, PROMPT, TOKENS
 from collapipe_flwr.pipeline.generation_driver import GenerationDriver, TextTimeout
-from collapipe_flwr.pipeline.link import Frame, FrameKind, MemoryLink, memory_pair
+from collapipe_flwr.pipeline.link import Frame, FrameKind, MemoryLink, make_memory_pair
 from tests.pipeline.chains import DEADLINE_S
 from tests.threads import none_left
 
@@ -68,7 +68,7 @@ class Chain:
 
 @contextmanager
 def chain(answer: Answer, *, slots: int = 1, cached: bool = True) -> Iterator[Chain]:
-    near, far = memory_pair("control unit", "device")
+    near, far = make_memory_pair("control unit", "device")
     found = Chain(GenerationDriver(Table(), near, SETTINGS, cached=cached, slots=slots), far)
 
     def serve() -> None:
@@ -277,7 +277,7 @@ def test_a_chain_that_has_ended_says_so() -> None:
 
 
 def test_an_idle_chain_ends_with_the_true_reason() -> None:
-    near, far = memory_pair("control unit", "device")
+    near, far = make_memory_pair("control unit", "device")
     settings = replace(SETTINGS, deadline_s=0.05, idle_s=0.05)
     driver = GenerationDriver(Table(), near, settings, cached=True, slots=1)
     driver._reader.join(DEADLINE_S)

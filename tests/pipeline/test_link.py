@@ -15,10 +15,10 @@ from collapipe_flwr.pipeline.link import (
     FrameKind,
     LinkClosed,
     Mailbox,
-    error_frame,
-    error_of,
-    fan_of,
-    memory_pair,
+    join_links,
+    make_error_frame,
+    make_memory_pair,
+    read_error,
 )
 from collapipe_flwr.pipeline.soundness import blame
 from tests.pipeline.chains import DEADLINE_S
@@ -29,7 +29,7 @@ def frame(step: int) -> Frame:
 
 
 def test_frames_arrive_in_order_both_ways():
-    left, right = memory_pair("a", "b")
+    left, right = make_memory_pair("a", "b")
     for step in range(5):
         left.send(frame(step), deadline_s=1)
         right.send(frame(10 + step), deadline_s=1)
@@ -38,7 +38,7 @@ def test_frames_arrive_in_order_both_ways():
 
 
 def test_silence_ends_at_the_deadline():
-    left, _right = memory_pair("a", "device b")
+    left, _right = make_memory_pair("a", "device b")
     start = time.monotonic()
     with pytest.raises(LinkTimeout, match=r"device b sent nothing within 0\.1 s"):
         left.receive(deadline_s=0.1)
@@ -46,7 +46,7 @@ def test_silence_ends_at_the_deadline():
 
 
 def test_a_full_queue_ends_at_the_deadline():
-    left, _right = memory_pair("a", "b", queue_frames=2)
+    left, _right = make_memory_pair("a", "b", queue_frames=2)
     left.send(frame(0), deadline_s=0.1)
     left.send(frame(1), deadline_s=0.1)
     with pytest.raises(LinkTimeout, match=r"took nothing within 0\.1 s"):
@@ -54,7 +54,7 @@ def test_a_full_queue_ends_at_the_deadline():
 
 
 def test_an_orderly_close_delivers_what_was_sent_before():
-    left, right = memory_pair("a", "b")
+    left, right = make_memory_pair("a", "b")
     left.send(frame(7), deadline_s=1)
     left.close()
     left.close()
@@ -66,7 +66,7 @@ def test_an_orderly_close_delivers_what_was_sent_before():
 
 
 def test_an_error_overtakes_what_was_sent_before():
-    left, right = memory_pair("device a", "b")
+    left, right = make_memory_pair("device a", "b")
     left.send(frame(7), deadline_s=1)
     left.close("out of memory")
     with pytest.raises(LinkError, match="device a failed: out of memory"):
@@ -76,7 +76,7 @@ def test_an_error_overtakes_what_was_sent_before():
 
 
 def test_a_waiting_receiver_hears_of_a_close_at_once():
-    left, right = memory_pair("a", "b")
+    left, right = make_memory_pair("a", "b")
     timer = threading.Timer(0.1, left.close, args=("gone",))
     timer.start()
     start = time.monotonic()
@@ -109,22 +109,25 @@ def test_the_first_failure_stays():
 
 @pytest.mark.parametrize("text", ["\x1b[2J", "a\u202eb", "x\ud800", "\0" * 5000])
 def test_the_words_of_a_failed_peer_are_fit_for_a_log_on_both_sides(text: str) -> None:
-    ours = error_frame(LinkError(text))
+    ours = make_error_frame(LinkError(text))
     ours.text.encode()
     theirs = Frame(kind=FrameKind.ERROR, text=text, scalars={"blame": 0.0, "side": 0.0})
     for frame_ in (ours, theirs, replace(theirs, scalars={})):
-        assert str(error_of(frame_, "pi-1")).isprintable()
+        assert str(read_error(frame_, "pi-1")).isprintable()
 
 
 @pytest.mark.parametrize("accused", ["A/1", ""])
 def test_a_failure_arrives_with_its_witness_and_whom_it_accuses(accused):
     told = MemberFailed("A/0", "1\nof 3 is wrong", Blame.MALFORMED, MemberFailed.UPSTREAM, accused)
-    assert error_of(error_frame(told), "2").args == told.args
+    assert read_error(make_error_frame(told), "2").args == told.args
 
 
 def test_the_replica_that_is_silent_is_accused_not_the_one_that_answers():
-    (to_one, one), (to_other, _other) = memory_pair("edge", "A/1"), memory_pair("edge", "A/2")
-    link = fan_of([to_one, to_other], ALONE)
+    (to_one, one), (to_other, _other) = (
+        make_memory_pair("edge", "A/1"),
+        make_memory_pair("edge", "A/2"),
+    )
+    link = join_links([to_one, to_other], ALONE)
     one.send(frame(0), deadline_s=1)
     with pytest.raises(MemberFailed) as failure, blame("edge", link, MemberFailed.UPSTREAM):
         link.receive(deadline_s=0.05)

@@ -14,9 +14,9 @@ from collapipe_flwr.pipeline.offload import (
     OFFLOAD_BYTES,
     LazyMapping,
     Offload,
+    find_scratch_folder,
     offload,
     read_tensors,
-    scratch_folder,
     write_tensors,
 )
 
@@ -81,14 +81,14 @@ def test_a_folder_that_the_user_names_goes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TMPDIR", raising=False)
-    assert scratch_folder() == Path("/var/tmp")
+    assert find_scratch_folder() == Path("/var/tmp")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    assert scratch_folder() == tmp_path
+    assert find_scratch_folder() == tmp_path
 
 
 def test_a_lookup_gives_what_the_last_mapping_holds_and_forgets_what_is_taken() -> None:
-    first = LazyMapping.of({"a": 1, "b": 2}, {"b": 3})
+    first = LazyMapping.join({"a": 1, "b": 2}, {"b": 3})
     assert dict(first) == {"a": 1, "b": 3}
     assert dict(first.select(["b"])) == {"b": 3}
     assert first.pop("a") == 1 and dict(first) == {"b": 3}

@@ -80,7 +80,7 @@ def test_state_moves_to_another_optimizer(name):
             p.grad = g.clone()
         optimizer.step()
     resumed = Optimizer(rule, named(twin))
-    resumed.load_state_tensors(second.state_tensors())
+    resumed.load_state(second.collect_state())
     for optimizer, parameters in ((first, mine), (resumed, twin)):
         for p, g in zip(parameters, gradients[1], strict=True):
             p.grad = g.clone()

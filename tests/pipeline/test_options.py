@@ -14,7 +14,7 @@ from torch import nn
 
 from collapipe_flwr.core.errors import Blame, LinkError, MemberFailed
 from collapipe_flwr.pipeline.config import Execution, StageConfig
-from collapipe_flwr.pipeline.link import GRAD, HIDDEN, memory_pair
+from collapipe_flwr.pipeline.link import GRAD, HIDDEN, make_memory_pair
 from collapipe_flwr.pipeline.optimizer import Optimizer
 from collapipe_flwr.pipeline.roles import FirstStage
 from tests.closeness import assert_near, near
@@ -175,18 +175,18 @@ import torch
 from dataclasses import replace
 from collapipe_flwr.pipeline.config import Execution
 from collapipe_flwr.pipeline.optimizer import Optimizer, OptimizerConfig
-from collapipe_flwr.pipeline.optimizer_settings import rule_names
+from collapipe_flwr.pipeline.optimizer_settings import list_rule_names
 from tests.pipeline.chains import Chain, classic, make_batch, make_parts
 recomputing = Execution(recompute=True)
 settings = lambda *place: replace(classic("1f1b")(*place), seed=1, execution=recomputing)
 with Chain(make_parts((1,)), settings).running() as first:
     first.train_step(make_batch((2, 2)))
-for name in rule_names():
+for name in list_rule_names():
     weight = torch.nn.Parameter(torch.ones(2, 3))
     weight.grad = torch.ones(2, 3)
     optimizer = Optimizer(OptimizerConfig(name=name), [("weight", weight)])
     optimizer.step()
-    optimizer.empty_state()
+    optimizer.make_meta_state()
 print(name, "torch._dynamo" in sys.modules)
 """
 
@@ -249,7 +249,7 @@ class _Blocks(nn.Module):
 
 def test_a_part_that_computes_its_blocks_again_goes_with_its_stage():
     part = _Blocks()
-    link, _ = memory_pair("stage", "behind")
+    link, _ = make_memory_pair("stage", "behind")
     chosen = StageConfig(name="stage", seed=1, execution=Execution(recompute=True))
     stage = FirstStage(part, Optimizer(SGD, part.named_parameters()), chosen, downstream=link)
     with part.around():  # while the stage lives

@@ -17,7 +17,7 @@ from collapipe_flwr.pipeline.optimizer import (
     ParameterGroup,
     optimizer_config,
 )
-from collapipe_flwr.pipeline.optimizer_settings import rule_names
+from collapipe_flwr.pipeline.optimizer_settings import list_rule_names
 from tests.thorough import examples
 
 SHAPES = ((3, 5), (4,), (2, 3, 2), (), (5, 1), (6, 2))
@@ -120,7 +120,7 @@ def sizes_of(state: Mapping[str, Any]) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 def test_every_rule_is_drawn() -> None:
-    assert set(ARGUMENTS) == set(rule_names())
+    assert set(ARGUMENTS) == set(list_rule_names())
 
 
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))
@@ -168,10 +168,10 @@ def test_groups_are_those_of_torch_under_every_cut(name: str, data: st.DataObjec
         for key, parameter in theirs.items():
             assert bits(mine[key]) == bits(copied[key]) == bits(parameter), key
 
-    planned = config.empty_states({key: (p.shape, p.dtype) for key, p in theirs.items()})
+    planned = config.make_meta_states({key: (p.shape, p.dtype) for key, p in theirs.items()})
     for key, parameter in theirs.items():
         assert [(t.shape, t.dtype) for t in planned[key]] == sizes_of(reference.state[parameter])
-    held = [stage.state_tensors() for stage in stages[:3]]
+    held = [stage.collect_state() for stage in stages[:3]]
     assert {key: sum(t.nbytes for t in kept) for state in held for key, kept in state.items()} == {
         key: sum(t.nbytes for t in kept) for key, kept in planned.items() if kept
     }

@@ -17,8 +17,13 @@ from collapipe_flwr.pipeline.optimizer import (
     ParameterGroup,
     optimizer_config,
 )
-from collapipe_flwr.pipeline.optimizer_settings import rule_names
-from collapipe_flwr.pipeline.state import PartState, live_state, load_optimizer_state, state_bytes
+from collapipe_flwr.pipeline.optimizer_settings import list_rule_names
+from collapipe_flwr.pipeline.state import (
+    PartState,
+    count_state_bytes,
+    load_optimizer_state,
+    view_state,
+)
 from tests.pipeline.chains import Chain, classic, make_batch, make_parts
 
 MADE = [
@@ -80,7 +85,7 @@ def test_steps_and_moved_state_are_those_of_the_class(made) -> None:
         optimizer.step()
         reference.step()
         assert_same(mine, theirs)
-        kept = PartState.of_tensors(live_state(mine, optimizer).copy().tensors())
+        kept = PartState.from_tensors(view_state(mine, optimizer).copy().flatten())
         optimizer = Optimizer(config, mine.named_parameters())  # moves to another machine
         load_optimizer_state(optimizer, kept.optimizer)
 
@@ -91,11 +96,11 @@ def test_the_state_is_foreseen(made) -> None:
     optimizer = Optimizer(optimizer_config(made), mine.named_parameters())
     draw_gradients(mine, make_layers(), 0)
     held = sum(p.nbytes for p in mine.parameters())
-    foreseen = state_bytes(mine, optimizer)
+    foreseen = count_state_bytes(mine, optimizer)
     optimizer.step()
-    state = optimizer.state_tensors()
+    state = optimizer.collect_state()
     assert foreseen == 2 * held + sum(t.nbytes for kept in state.values() for t in kept)
-    expected = {key: kept for key, kept in optimizer.empty_state().items() if kept}
+    expected = {key: kept for key, kept in optimizer.make_meta_state().items() if kept}
     assert {k: [(t.shape, t.dtype) for t in v] for k, v in state.items()} == {
         k: [(t.shape, t.dtype) for t in v] for k, v in expected.items()
     }
@@ -142,7 +147,9 @@ def test_muon_trains_matrices() -> None:
 
 
 def test_torch_brings_no_other_name() -> None:
-    assert {made.func.__name__ for made in MADE} | {"Muon", "adamw", "sgd"} == set(rule_names())
+    assert {made.func.__name__ for made in MADE} | {"Muon", "adamw", "sgd"} == set(
+        list_rule_names()
+    )
 
 
 def test_groups_are_chosen_by_key() -> None:

@@ -108,7 +108,7 @@ def test_an_edge_that_knows_no_logits_is_told_of() -> None:
 def test_a_step_says_what_is_asked_for() -> None:
     for predict in ("", "classes", "logits"):
         step = Step(index=3, micro_batches=2, train=False, weight=1.5, predict=predict)
-        assert Step.of(step.frame()) == step
+        assert Step.from_frame(step.make_frame()) == step
 
 
 def test_the_plain_head_still_counts_labels() -> None:

@@ -12,9 +12,9 @@ from collapipe_flwr.core.measurements import TransferStats
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.host.service import HostService
 from collapipe_flwr.host.stores import TensorStore
-from collapipe_flwr.pipeline.offload import raw_bytes
+from collapipe_flwr.pipeline.offload import view_bytes
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
-from collapipe_flwr.pipeline.state import PartState, digest_of
+from collapipe_flwr.pipeline.state import PartState, compute_digest
 from collapipe_flwr.transport.client import HostClient
 from tests.host.chain_to_edge import Cluster, build_head, request, session_key
 from tests.pipeline.chains import Head, make_batch, make_parts
@@ -54,7 +54,7 @@ def test_the_first_push_moves_everything_and_the_same_again_nothing(client: Host
 def test_slots_that_were_kept_stay_where_they_are(client: HostClient, kept: bool) -> None:
     head = Head()
     slots = {key: (torch.ones(()), p, p) for key, p in head.state_dict().items()}
-    state = PartState(weights=_weights(), optimizer=slots).tensors()
+    state = PartState(weights=_weights(), optimizer=slots).flatten()
     for session_id in ("a", "b"):
         session = client.open_session(request(session_id, optimizer=ADAMW, keep_optimizer=kept))
         moved = session.push_missing(state)
@@ -97,7 +97,7 @@ def test_a_host_reads_nothing_again_that_training_has_changed(
 ) -> None:
     read: list[Tensor] = []
     monkeypatch.setattr(
-        "collapipe_flwr.pipeline.state.raw_bytes", lambda t: (read.append(t), raw_bytes(t))[1]
+        "collapipe_flwr.pipeline.state.view_bytes", lambda t: (read.append(t), view_bytes(t))[1]
     )
     weights = _weights()
     session = client.open_session(request("a", optimizer=ADAMW, keep_optimizer=True))
@@ -138,9 +138,9 @@ def test_a_host_without_a_store_asks_for_everything() -> None:
 def test_a_digest_tells_values_dtypes_and_shapes_apart() -> None:
     one = torch.arange(6, dtype=torch.float32)
     others = (one + 1, one.to(torch.int32), one.view(2, 3), one.view(3, 2), one[:5], one.double())
-    digests = {digest_of(tensor) for tensor in (one, *others)}
+    digests = {compute_digest(tensor) for tensor in (one, *others)}
     assert len(digests) == 7
-    assert digest_of(one.clone()) == digest_of(one)
+    assert compute_digest(one.clone()) == compute_digest(one)
     column = torch.stack([one, one], dim=1)[:, 0]
-    assert not column.is_contiguous() and digest_of(column) == digest_of(one)
-    assert digest_of(torch.tensor(-0.0)) != digest_of(torch.tensor(0.0))
+    assert not column.is_contiguous() and compute_digest(column) == compute_digest(one)
+    assert compute_digest(torch.tensor(-0.0)) != compute_digest(torch.tensor(0.0))

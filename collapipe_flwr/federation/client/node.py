@@ -54,7 +54,11 @@ from collapipe_flwr.federation.records import UnsplitTask, asked_optimizer
 from collapipe_flwr.models.splitter import splitter_of
 from collapipe_flwr.pipeline.compute import bring_home, hold
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.state import drop_round_start, load_optimizer_state, optimizer_state_of
+from collapipe_flwr.pipeline.state import (
+    copy_optimizer_state,
+    drop_round_start,
+    load_optimizer_state,
+)
 
 log = logging.getLogger("flwr.collapipe")
 
@@ -227,7 +231,7 @@ def train_whole(node: Node, message: Message, asked: UnsplitTask) -> Message:
     rates = settings.rates(batches=examples.num_batches(node.sizes[0]))
     losses = train_unsplit(splitter, model, optimizer, steps, node.config.execution, rates)
     if keeps:
-        state.remember(OPTIMIZER, drop_round_start(optimizer_state_of(optimizer)))
+        state.remember(OPTIMIZER, drop_round_start(copy_optimizer_state(optimizer)))
     loss = sum(losses) / max(len(losses), 1)
     metrics = MetricRecord({"train_loss": loss, records.EXAMPLES: examples.examples})
     arrays = take_record(dict(bring_home(splitter.trained_weights(model))))

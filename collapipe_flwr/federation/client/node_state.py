@@ -118,12 +118,12 @@ def recall_optimizer(state: NodeState) -> OptimizerState:
 
 def write_slots(slots: OptimizerState, path: Path) -> None:
     """Write optimizer state as one safetensors file."""
-    write_tensors(PartState(weights={}, optimizer=slots).tensors(), path)
+    write_tensors(PartState(weights={}, optimizer=slots).flatten(), path)
 
 
 def read_slots(path: Path) -> OptimizerState:
     """Read a file of `write_slots`; raises ModelError for another file."""
-    return PartState.of_tensors(_read_file(path)).optimizer
+    return PartState.from_tensors(_read_file(path)).optimizer
 
 
 def _read_file(path: Path) -> LazyMapping[Tensor]:
@@ -136,7 +136,7 @@ def _read_file(path: Path) -> LazyMapping[Tensor]:
 def _decode_slots(record: Record) -> OptimizerState | None:
     if not isinstance(record, ArrayRecord):
         return None
-    return PartState.of_tensors(decode_tensors(record)).optimizer
+    return PartState.from_tensors(decode_tensors(record)).optimizer
 
 
 def _key(name: str, server_round: int, attempt: int) -> str:
@@ -153,7 +153,7 @@ OPTIMIZER: StateCodec[OptimizerState] = StateCodec(
     suffix=".safetensors",
     write=write_slots,
     read=read_slots,
-    encode=lambda slots: encode_tensors(PartState(weights={}, optimizer=slots).tensors()),
+    encode=lambda slots: encode_tensors(PartState(weights={}, optimizer=slots).flatten()),
     decode=_decode_slots,
 )
 

@@ -115,7 +115,7 @@ class ClusterRound:
             k: own for k, name in names.items() if (own := aliases.get(name, name)) in trained
         }
         fresh = {key: partial(trained.__getitem__, name) for key, name in changed.items()}
-        return LazyMapping.of(sent, LazyMapping(fresh))
+        return LazyMapping.join(sent, LazyMapping(fresh))
 
     def test(self, weights: Weights, steps: Steps, wanted: PredictionConfig | None) -> EvalResult:
         """Compute the loss on batches of micro-batches, and predictions where ``wanted``.
@@ -138,7 +138,7 @@ class ClusterRound:
     def _order(self, weights: Weights) -> TrainingOrder:
         return TrainingOrder(
             plan=self.plan,
-            weights=LazyMapping.of(weights).rename(self._own_name),
+            weights=LazyMapping.join(weights).rename(self._own_name),
             learning=self.task.learning,
             dropout_seed=self._dropout_seed(),
             server_round=self.server_round,

@@ -18,8 +18,8 @@ from collapipe_flwr.data.config import TASK_CLASSES, TASK_COLUMNS, DataConfig
 from collapipe_flwr.federation.run.first_look import check_paths, look
 from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.spec import MODEL_TYPES, ModelConfig, check_settings
-from collapipe_flwr.pipeline.optimizer_settings import rule_names
-from collapipe_flwr.pipeline.update_rules import torch_names
+from collapipe_flwr.pipeline.optimizer_settings import list_rule_names
+from collapipe_flwr.pipeline.update_rules import list_torch_names
 from tests.federation.wrong_inputs import ROWS
 
 PROJECT = Path(__file__).parents[3]
@@ -92,8 +92,8 @@ def test_a_wrong_name_is_refused_before_large_libraries_are_loaded(
 
 
 def test_the_names_that_are_read_from_sources_are_those_of_the_libraries() -> None:
-    of_torch = (name for name in torch_names() if name not in ("LBFGS", "SparseAdam"))
-    assert rule_names() == ("adamw", "sgd", *of_torch)
+    of_torch = (name for name in list_torch_names() if name not in ("LBFGS", "SparseAdam"))
+    assert list_rule_names() == ("adamw", "sgd", *of_torch)
     assert tuple(FAMILIES) == MODEL_TYPES
     for name in CONFIG_MAPPING:
         check_paths(DataConfig(), ModelConfig(type=name, overrides=""))
