@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from benchmarks import audits
 from benchmarks.boards_table import measured_table
 from benchmarks.data_plane.report import codec_cells, markdown
 from benchmarks.privacy import document
@@ -57,6 +58,11 @@ def test_the_table_of_memory_is_the_recorded_bench() -> None:
     text = (ROOT / "docs/lora.md").read_text(encoding="utf-8")
     shown = text.partition("<!-- table memory -->\n")[2].partition("\n<!-- end -->")[0]
     assert shown == printed_by(script, *map(str, recorded)).strip()
+
+
+def test_the_table_of_audits_is_the_recorded_bench() -> None:
+    recorded = json.loads((ROOT / "docs/results/audits.json").read_text())
+    assert audits.table(recorded) in (ROOT / "docs/recovery.md").read_text(encoding="utf-8")
 
 
 def test_the_tables_of_privacy_are_the_recorded_bench() -> None:
