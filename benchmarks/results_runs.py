@@ -7,20 +7,24 @@
 Each run is one `collapipe run` with nothing but a run-config; its command is printed first. DATA
 holds the data sets, WORK gets run directories (one that is there already is not run again), and
 ``summary.json`` and ``events.jsonl`` of each are copied to docs/results. A table stands in the
-document between ``<!-- compare NAME METRIC,... -->`` and ``<!-- end -->``.
+document between ``<!-- compare NAME METRIC,... -->`` and ``<!-- end -->``. Of a study with seeds
+every run is made once per seed, as ``instructions-pipeline-1``, and its table, after
+``<!-- seeds NAME METRIC,... -->``, has means and standard deviations of the last round.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import mean, stdev
 
 from collapipe_flwr.core.processes import lifeline
 from collapipe_flwr.reporting.comparison import draw, read_runs, render_markdown
@@ -28,7 +32,7 @@ from collapipe_flwr.reporting.run_directory import read_events
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT, RESULTS = ROOT / "docs/results.md", ROOT / "docs/results"
-_TABLE = re.compile(r"(<!-- compare (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- (compare|seeds) (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 FEDAVG = ("runtime=whole",)
 # One client with all the data: as many examples in a round as the two clusters have together.
@@ -45,6 +49,17 @@ class Study:
     runs: Mapping[str, tuple[str, ...]]
     needs: tuple[str, ...] = ()  # other studies, run before
     tables: Mapping[str, str] = field(default_factory=dict)  # file in WORK: table in DATA
+    seeds: tuple[int, ...] = ()
+
+    def named_runs(self, name: str) -> dict[str, tuple[str, ...]]:
+        """The keys of every run by its name, seed after seed."""
+        if not self.seeds:
+            return {f"{name}-{label.lower()}": keys for label, keys in self.runs.items()}
+        return {
+            f"{name}-{label.lower()}-{seed}": (*keys, f"seed={seed}")
+            for seed in self.seeds
+            for label, keys in self.runs.items()
+        }
 
 
 def _three(examples: int) -> dict[str, tuple[str, ...]]:
@@ -94,6 +109,20 @@ STUDIES = {
     ),
     "banking77": Study(config="banking77.toml", common=_BANKING, runs=_three(2500)),
     "banking77-lora": Study(config="banking77-lora.toml", common=_BANKING, runs=_three(1250)),
+    "instructions": Study(
+        config="instruct.toml",
+        common=(
+            "data.train={data}/instructions/instructions.json",
+            "model.pretrained={work}/smollm2",  # see docs/tutorials/instruct.md
+            "data.max-source-length=192",
+            "data.test-examples=64",
+            "data.test-answers=16",
+            "train.examples-per-round=64",
+            "round-timeout-s=3600",
+        ),
+        runs={**_three(64), "int4": ("links.codec=int4",)},
+        seeds=(1, 2, 3, 4, 5),
+    ),
     "tatoeba": Study(
         config="tatoeba.toml",
         common=(
@@ -108,7 +137,7 @@ STUDIES = {
 def run(data: Path, work: Path, wanted: str) -> None:
     """Run a study, or one run of it by its name; what is in ``work`` already is left as it is."""
     for name, study in STUDIES.items():
-        chosen = {f"{name}-{label.lower()}": keys for label, keys in study.runs.items()}
+        chosen = study.named_runs(name)
         if wanted != name:
             chosen = {run_name: keys for run_name, keys in chosen.items() if run_name == wanted}
         for need in study.needs if chosen else ():
@@ -167,11 +196,47 @@ def _minilm() -> str:
 
 def rendered(text: str) -> str:
     """The document with every table as the recorded runs have it."""
-    return _TABLE.sub(lambda m: m[1] + "\n" + _table(m[2], m[3]) + "\n" + m[4], text)
+    return _TABLE.sub(lambda m: m[1] + "\n" + _table(*m.group(2, 3, 4)) + "\n" + m[5], text)
 
 
-def _table(name: str, metrics: str) -> str:
-    return render_markdown(read_runs(_sources(name)), metrics.split(","))
+def _table(kind: str, name: str, metrics: str) -> str:
+    if kind == "compare":
+        return render_markdown(read_runs(_sources(name)), metrics.split(","))
+    return "\n".join(_seed_lines(name, metrics.split(",")))
+
+
+def _seed_lines(name: str, metrics: list[str]) -> Iterator[str]:
+    """A row per kind of run: metrics after the last round, megabytes, simulated seconds."""
+    yield f"|  | seeds | {' | '.join(metrics)} | links MB | Flower MB | seconds of a round |"
+    yield f"| --- |{' ---: |' * (len(metrics) + 4)}"
+    for label in ("untrained", *STUDIES[name].runs):
+        run = "pipeline" if label == "untrained" else label.lower()
+        folders = [RESULTS / f"{name}-{run}-{seed}" for seed in STUDIES[name].seeds]
+        read = [f for f in folders if f.exists()]
+        told = [json.loads((f / "summary.json").read_text(encoding="utf-8")) for f in read]
+        last = [each["untrained"] for each in told]
+        if label != "untrained":
+            last = [read_events(folder)[-1]["metrics"] for folder in read]
+        cells = [str(len(read)), *(_spread([one[metric] for one in last]) for metric in metrics)]
+        if label == "untrained":
+            cells += [""] * 3
+        else:
+            sent = [each["bytes"] for each in told]
+            cells.append(_mean_mb([each["d2d"] + each["d2e"] for each in sent]))
+            cells.append(_mean_mb([each["flower"] for each in sent]))
+            cells.append(_spread([mean(e["latency_s"]) for e in told if e["latency_s"]]))
+        yield f"| {label} | {' | '.join(cells)} |"
+
+
+def _mean_mb(values: list[int]) -> str:
+    return f"{mean(values) / 1e6:.1f}" if any(values) else ""
+
+
+def _spread(values: list[float]) -> str:
+    """Mean and standard deviation."""
+    if len(values) < 2:
+        return "".join(f"{value:.3g}" for value in values)
+    return f"{mean(values):.3f} ± {stdev(values):.3f}"
 
 
 def _sources(name: str) -> list[str]:
@@ -184,7 +249,9 @@ def write() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     DOCUMENT.write_text(rendered(text), encoding="utf-8")
     for table in _TABLE.finditer(text):
-        draw(read_runs(_sources(table[2])), RESULTS / f"{table[2]}.png", table[3].split(","))
+        _, kind, name, metrics, _ = table.groups()
+        if kind == "compare":
+            draw(read_runs(_sources(name)), RESULTS / f"{name}.png", metrics.split(","))
 
 
 def main(arguments: list[str]) -> None:
@@ -203,7 +270,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _names() -> set[str]:
-    runs = {f"{n}-{label.lower()}" for n, study in STUDIES.items() for label in study.runs}
+    runs = {run_name for name, study in STUDIES.items() for run_name in study.named_runs(name)}
     return runs | set(STUDIES)
 
 
