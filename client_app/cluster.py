@@ -9,7 +9,7 @@ from collapipe_flwr import Cluster
 from collapipe_flwr.core.errors import wrap_unexpected
 from collapipe_flwr.federation.client.node import Node, evaluate_whole, train_whole
 from collapipe_flwr.federation.records import read_unsplit_task
-from collapipe_flwr.host.allocator import configured_malloc
+from collapipe_flwr.host.allocator import use_one_heap
 
 app = ClientApp()
 cluster = Cluster(app, site=Node.site_of, examples=Node.examples_of)
@@ -17,7 +17,7 @@ cluster = Cluster(app, site=Node.site_of, examples=Node.examples_of)
 
 @app.train()
 @wrap_unexpected()
-@configured_malloc()
+@use_one_heap()
 def train(message: Message, context: Context) -> Message:
     """Train one round: through the planned pipeline, or the whole model for a plain strategy."""
     node, whole = Node.of(context), read_unsplit_task(message.content)
@@ -28,7 +28,7 @@ def train(message: Message, context: Context) -> Message:
 
 @app.evaluate()
 @wrap_unexpected()
-@configured_malloc()
+@use_one_heap()
 def evaluate(message: Message, context: Context) -> Message:
     """Test on the cluster's share of the test set, along the path that training takes."""
     node, whole = Node.of(context), read_unsplit_task(message.content)

@@ -267,7 +267,7 @@ class _Chain:
             for index, client in enumerate(self._clients):
                 session = client.open_session(self._request(index, addresses))
                 session.push_weights(self._owned(weights, index))
-            first = self._clients[0].session(_KEY)
+            first = self._clients[0].get_session(_KEY)
             link = first.stream(config=LinkConfig(codec=self._hops[0]))
             stack.enter_context(closing(link))
             part = self._splitter.build_embedding(weights)
@@ -296,7 +296,7 @@ class _Chain:
         weights = dict(self._first.part.state_dict())
         reports: list[StageMeasurement] = [self._first.report()]
         for client in self._clients:
-            session = client.session(_KEY)
+            session = client.get_session(_KEY)
             weights |= session.fetch_weights()
             reports.append(session.report())
         return weights, sum(r.sent_down.bytes + r.received_down.bytes for r in reports)

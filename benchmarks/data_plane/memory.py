@@ -175,7 +175,7 @@ def _devices(case: MemoryCase) -> tuple[list[int], list[int]]:
         _train(case, splitter, weights, clients[0])
         peaks = [crew.ask(device, "usage")["peak_bytes"] for device in hosts[:-1]]
         for client in clients:
-            client.session(_KEY).close()
+            client.get_session(_KEY).close()
             client.close()
     return idle, peaks
 
@@ -184,7 +184,7 @@ def _train(
     case: MemoryCase, splitter: Splitter, weights: dict[str, Tensor], client: HostClient
 ) -> None:
     part = splitter.build_embedding(weights)
-    link = client.session(_KEY).stream()
+    link = client.get_session(_KEY).stream()
     settings = StageConfig(name="control unit", deadline_s=300.0)
     first = FirstStage(
         part, Optimizer(OPTIMIZER, part.named_parameters()), settings, downstream=link

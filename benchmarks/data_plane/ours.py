@@ -63,7 +63,7 @@ class Driver:
         self._clients = [HostClient(address, tls=tls) for address in addresses]
         for stage in range(1, job.stages):
             self._open(stage, addresses)
-        self._link = self._clients[0].session(_KEY).stream(config=LinkConfig(codec=job.codec))
+        self._link = self._clients[0].get_session(_KEY).stream(config=LinkConfig(codec=job.codec))
         part = job.part(0)
         self._batch = micro_batches(job.shape)
         self._first = FirstStage(
@@ -86,7 +86,7 @@ class Driver:
         self._link.close()
         spans: list[Sequence[Span]] = [self._first.recorder.spans]
         for client in self._clients:
-            session = client.session(_KEY)
+            session = client.get_session(_KEY)
             spans.append(session.report().spans)
             session.close()
             client.close()

@@ -159,7 +159,7 @@ def _wire(plan: BenchPlan, tick: Tick) -> Json:
 
     network = Loopback()
     with TemporaryDirectory() as folder, ExitStack() as stack:
-        Authority(Path(folder)).member("member", [network.host(0)])
+        Authority(Path(folder)).issue("member", [network.host(0)])
         sinks = [stack.enter_context(Crew(1, network, where)) for where in ("", folder)]
         keys = (None, member_tls(folder, "member"))
         plain_cost, tls_cost = (

@@ -35,7 +35,7 @@ class Sink(HostService):
     def claim(self, key: SessionKey, lane: Lane = ONLY) -> SessionStream:
         """See `HostService.claim`."""
         session = self.find(key)
-        with session.at_rest():
+        with session.keep_at_rest():
             return session.claim(lane)
 
     def serve(self, stream: SessionStream, upstream: Link, behind: Link | None = None) -> None:

@@ -37,7 +37,7 @@ from collapipe_flwr.pipeline.link import (
 )
 from collapipe_flwr.transport.client import RemoteSession
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
-from collapipe_flwr.transport.weights import weight_frames
+from collapipe_flwr.transport.weights import cut_weights
 
 WAIT_S = 600.0
 _ID = "memory"
@@ -50,25 +50,25 @@ class NearSession(RemoteSession):
 
     def push_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Encode them as they would travel."""
-        for frame in weight_frames(weights):
+        for frame in cut_weights(weights):
             encode_frame(frame)
 
-    def missing(self, digests: Mapping[str, str]) -> tuple[str, ...]:
+    def ask_missing(self, digests: Mapping[str, str]) -> tuple[str, ...]:
         """All."""
         self.client.held[self.key] = tuple(digests)  # type: ignore[attr-defined]
         return tuple(digests)
 
-    def digests(self, *, with_optimizer: bool = False) -> dict[str, str]:
+    def ask_digests(self, *, with_optimizer: bool = False) -> dict[str, str]:
         """All weights have changed."""
         assert not with_optimizer
         return dict.fromkeys(self.client.held[self.key], "trained")  # type: ignore[attr-defined]
 
-    def _answers(self, with_optimizer: bool, keys: tuple[str, ...] | None) -> Iterator[Frame]:
+    def _fetch_frames(self, with_optimizer: bool, keys: tuple[str, ...] | None) -> Iterator[Frame]:
         assert keys and not with_optimizer
         shapes = self.client.splitter.shapes  # type: ignore[attr-defined]
         for key in keys:
             drawn = {key: torch.randn(shapes[key][0]).to(shapes[key][1])}
-            frames = (decode_frame(encode_frame(frame)) for frame in weight_frames(drawn))
+            frames = (decode_frame(encode_frame(frame)) for frame in cut_weights(drawn))
             yield from (frame for frame in frames if frame.kind is not FrameKind.END)
         yield Frame(kind=FrameKind.END, scalars={"tensors": float(len(keys))})
 
@@ -99,7 +99,7 @@ class NearClient:
     def open_session(self, request: object) -> None:
         """Nothing is opened."""
 
-    def session(self, key: SessionKey) -> NearSession:
+    def get_session(self, key: SessionKey) -> NearSession:
         """See `NearSession`."""
         return NearSession(self, key)  # type: ignore[arg-type]
 

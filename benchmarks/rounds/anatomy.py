@@ -162,7 +162,7 @@ def _start(stack: ExitStack, number: int, meter: Path) -> Daemon:
 
 def _read(client: HostClient, meter: Path) -> dict[str, float]:
     """What a device has spent so far."""
-    client.status()
+    client.ask_status()
     told = json.loads(meter.read_text().splitlines()[-1])
     return {"cpu_s": told["cpu_s"], **told["parts"]}
 

@@ -131,7 +131,7 @@ def install(meter: Meter, path: Path) -> None:
     for part, owner, names in places:
         for name in names:
             setattr(owner, name, meter.timed(part, getattr(owner, name)))
-    answers: Any = Listener._answers
+    answers: Any = Listener._yield_answers
     status: Any = Listener._encode_status
 
     def answer(self: Any, method: Any, messages: Any, context: Any) -> Iterator[bytes]:
@@ -143,7 +143,7 @@ def install(meter: Meter, path: Path) -> None:
         meter.write(path)
         return status(self)
 
-    Listener._answers = answer  # type: ignore[method-assign]
+    Listener._yield_answers = answer  # type: ignore[method-assign]
     Listener._encode_status = encode_status  # type: ignore[method-assign]
 
 

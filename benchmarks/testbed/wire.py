@@ -30,12 +30,12 @@ class Node:
     """A control unit, as a node of a `LocalGrid`."""
 
     def __init__(self, host: str) -> None:
-        self._connection: Connection = Client((host, PORT), authkey=secret())
+        self._open_connection: Connection = Client((host, PORT), authkey=secret())
 
     def ask(self, *order: object) -> Any:
         """One order; raises RunError with the words of the other side's failure."""
-        self._connection.send(order)
-        fault, answer = self._connection.recv()
+        self._open_connection.send(order)
+        fault, answer = self._open_connection.recv()
         if fault:
             raise RunError(fault)
         return answer

@@ -210,7 +210,7 @@ def _looked_at(config: ClusterConfig, member: MemberConfig, settings: CheckSetti
     def look(client: HostClient) -> Measured:
         client.echo()  # connects, which must not count as delay
         before_s = settings.clock()
-        status = client.status()
+        status = client.ask_status()
         ahead_s = status.unix_s - (before_s + settings.clock()) / 2
         found = Measured(name=member.name, address=member.address)
         if other := version_fault("it", status.version, "this machine"):  # messages may differ too

@@ -26,7 +26,7 @@ from collapipe_flwr.pipeline.link import Link, join_links
 from collapipe_flwr.pipeline.roles import MiddleStage
 from collapipe_flwr.pipeline.state import PartState, copy_optimizer_state
 from collapipe_flwr.pipeline.targets import Targets
-from collapipe_flwr.transport.simulated_link import simulated_pair
+from collapipe_flwr.transport.simulated_link import make_simulated_pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def join(
 
     @cache
     def pair(sender: _Place, receiver: _Place, link: LinkConfig) -> tuple[Link, Link]:
-        return simulated_pair(name(*sender), name(*receiver), link)
+        return make_simulated_pair(name(*sender), name(*receiver), link)
 
     def down(stage: int, turn: ReplicaIndex) -> Link:
         """To the next stage's replicas that its micro-batches meet; the last hop is the edge's."""

@@ -37,7 +37,7 @@ from collapipe_flwr.pipeline.offload import LazyMapping
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.pipeline.targets import Targets
 from collapipe_flwr.transport.client import HostClient
-from collapipe_flwr.transport.simulated_link import simulated_pair
+from collapipe_flwr.transport.simulated_link import make_simulated_pair
 
 _log = logging.getLogger(__name__)
 CLOSE_S = 2.0  # for a host to free a session
@@ -49,7 +49,7 @@ class RemoteStage:
 
     def __init__(self, client: HostClient, request: SessionRequest) -> None:
         self.client, self.request = client, request
-        self.session = client.session(request.key)
+        self.session = client.get_session(request.key)
         self._pushed: Mapping[str, Tensor] = {}
         self._moved = TransferStats()
 
@@ -234,7 +234,7 @@ class ThreadEdge:
         @contextmanager
         def connect(config: LinkConfig) -> Iterator[Link]:
             """Yield the body's link of one lane; the chain begins once all lanes are linked."""
-            ours, theirs = simulated_pair(names[config.lane], EDGE, config)
+            ours, theirs = make_simulated_pair(names[config.lane], EDGE, config)
             lane = Lane(config.lane, config.lanes)
             stream = service.claim(request.key, lane)
             if stream.session.enter(stream, lane, theirs):
@@ -251,7 +251,7 @@ class ThreadEdge:
         def collect(keep_optimizer: bool, turn: AbstractContextManager[object]) -> Segments:
             join(ENDED_S)
             with turn:
-                tensors = service.weights(request.key, with_optimizer=keep_optimizer)
+                tensors = service.copy_weights(request.key, with_optimizer=keep_optimizer)
             report = service.report(request.key)
             return Segments(state=PartState.from_tensors(tensors), reports=(report,))
 

@@ -203,7 +203,7 @@ class RemoteFleet:
     def _answers(self, device_id: str) -> bool:
         try:
             with self._client(self._hop(device_id)) as client:
-                stopping = client.status().stopping
+                stopping = client.ask_status().stopping
         except LinkError as error:
             _log.warning("%s is lost: %s", device_id, error)
             return False
@@ -222,7 +222,7 @@ class RemoteFleet:
 
     def _client(self, hop: NextHop) -> HostClient:
         tls = self.cluster.tls_files(self.cluster.control_unit.name)
-        return HostClient.to(hop, tls, deadline_s=self.deadline_s)
+        return HostClient.from_hop(hop, tls, deadline_s=self.deadline_s)
 
     def _hop(self, device_id: str) -> NextHop:
         """Address a new session on a device; raises Unreachable if the file does not list it."""

@@ -171,7 +171,7 @@ class DefaultEdge:
     def progress(self) -> Mapping[str, PassesDone]:
         """Ask for each cluster's micro-batches in this round; empty if the edge does not answer."""
         try:
-            return self._client.progress(within_s=_PROGRESS_S)
+            return self._client.ask_progress(within_s=_PROGRESS_S)
         except LinkError as error:
             log.debug("the edge does not tell how far the round is: %s", error)
             return {}

@@ -1,14 +1,14 @@
-"""glibc's heap, configured for a process of few big tensors that come and go.
+"""Configuration of glibc's heap for a process with few big tensors that come and go.
 
 glibc gives every thread a heap of its own, and memory freed in one cannot serve another, while a
 host receives, computes and sends in different threads. It also returns freed tensors to the system
 at once, only to ask for the same pages again with the next micro-batch. One heap for all threads
-that keeps free memory while steps run costs nothing at the peak and saves that work; free memory is
-given back when a session begins or ends.
+that keeps free memory while steps run saves that work, and its peak is the same; free memory is
+returned to the system when a session begins or ends.
 
 The heap asks for large pages as well: with pages of 4 KiB, matrix products wait for the processor's
-table of page addresses, most of all in virtual machines. That changes something where the kernel
-gives large pages on request (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled).
+table of page addresses, most of all in virtual machines. This has an effect where the kernel gives
+large pages on request (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _COUNTED = "2"  # in that file: the system counts reserved addresses as memory
 def configure_malloc() -> bool:
     """Configure the heap of this process; return whether the C library accepted it.
 
-    Does nothing but on Linux with glibc. Existing threads keep the heaps that they have.
+    Does nothing except on Linux with glibc. Existing threads keep their heaps.
     """
     mallopt = _find_function("mallopt")
     if mallopt is None:
         return False
-    ahead_bytes = _ahead_bytes()
+    ahead_bytes = _choose_ahead_bytes()
     settings = (
         (_M_ARENA_MAX, 1),
         (_M_MMAP_THRESHOLD, _OWN_PAGES_BYTES),
@@ -60,8 +60,8 @@ def configure_malloc() -> bool:
 
 
 @contextmanager
-def configured_malloc() -> Iterator[None]:
-    """Configure the heap for the body, and give back free memory after it."""
+def use_one_heap() -> Iterator[None]:
+    """Configure the heap for the body, and return free memory to the system after it."""
     configure_malloc()
     try:
         yield
@@ -83,7 +83,7 @@ def trim_heap(place: torch.device | None = None) -> None:
         sys.modules["torch"].get_device_module(place.type).empty_cache()
 
 
-def _ahead_bytes() -> int:
+def _choose_ahead_bytes() -> int:
     """Return how far the heap may grow at once; 0 where addresses are counted as memory."""
     import resource  # which other systems do not have
 

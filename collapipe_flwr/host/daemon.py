@@ -1,4 +1,4 @@
-"""A host as a process: it listens, serves, and stops in good order on SIGTERM."""
+"""The process of a host: it listens, serves, and stops in good order on SIGTERM."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from collapipe_flwr.core.keys import AUTO, CPU, check, compute_name
 from collapipe_flwr.core.links import TlsFiles, host_and_port, is_loopback
 from collapipe_flwr.core.processes import stop_on_signals
 from collapipe_flwr.host.allocator import configure_malloc
-from collapipe_flwr.host.energy import NONE, EnergyMeter, energy_meter
-from collapipe_flwr.host.metrics import HostMetrics, Tally, serving_metrics
+from collapipe_flwr.host.energy import NONE, EnergyMeter, make_energy_meter
+from collapipe_flwr.host.metrics import HostMetrics, Tally, serve_metrics
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import Listener
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collapipe_flwr.pipeline.config import SessionRequest
 
 _log = logging.getLogger(__name__)
-_BREAK_OFF_S = 1.0  # for peers to hear it
+_BREAK_OFF_S = 1.0  # for the error to reach peers
 _LEAVE_S = 30.0  # from the end of the grace until the process is ended by force
 _IW_S = 5.0
 _LEAST_W = 1e-3  # 0 dBm, the least that `iw` and most radios take
@@ -46,16 +46,16 @@ UNUSED_LIBRARIES = ("scipy", "sklearn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
-    """One daemon; neighbours call it `name`, and `rosters` say who may call what (None: all whom
-    the CA signed).
+    """Settings of one daemon, which neighbours call `name`.
 
-    On a stop, open sessions get `grace_s` to be closed; new ones are refused at once. Frozen
-    weights are kept in `cache_dir`, up to `cache_bytes`. It computes on `compute`, with `threads`
-    (0: torch's choice), and holds up to `memory_bytes` of models there, see `ledger` (0: as much as
-    is free when the first caller comes). Planned transmit power is set on `radio_interface` (empty:
-    on none), and energy metered by `energy_sensor`, see `energy`. Own models and losses may come
-    from the modules in `imports`. Prometheus scrapes the address `metrics` (empty: nothing is
-    served). With `dial` nothing need reach it: it dials the control unit called `unit` there.
+    `rosters` say who may call what (None: all whom the CA signed). On a stop, open sessions get
+    `grace_s` to be closed; new ones are refused at once. Frozen weights are kept in `cache_dir`, up
+    to `cache_bytes`. The daemon computes on `compute`, with `threads` (0: torch's choice), and
+    holds up to `memory_bytes` of models there, see `ledger` (0: as much as is free when the first
+    caller comes). Planned transmit power is set on `radio_interface` (empty: on none), and
+    `energy_sensor` meters energy, see `energy`. Own models and losses may come from the modules in
+    `imports`. Prometheus scrapes the address `metrics` (empty: nothing is served). With `dial` the
+    daemon needs no open port: it dials the control unit called `unit` at that address.
     """
 
     listen: str
@@ -78,7 +78,7 @@ class HostSettings:
 
     @property
     def cache_folder(self) -> Path | None:
-        """`cache_dir` where anything may be kept."""
+        """`cache_dir`, or None where nothing may be kept."""
         return self.cache_dir if self.cache_bytes > 0 else None
 
     def __post_init__(self) -> None:
@@ -118,9 +118,9 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
         _log.warning(
             "plain text: anybody who reaches %s can read and change everything", settings.listen
         )
-    meter = energy_meter(settings.energy_sensor)
+    meter = make_energy_meter(settings.energy_sensor)
     tally = Tally()
-    make = partial(_servicer, settings, passes_on, meter, tally)
+    make = partial(_make_servicer, settings, passes_on, meter, tally)
     at_once = settings.compute not in (AUTO, CPU)
     made = make() if at_once else None
     listener = Listener(
@@ -132,7 +132,7 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
         on_edge=not passes_on,
     )
     removed: list[str] = []
-    metrics = HostMetrics(settings.name, listener.load, tally)
+    metrics = HostMetrics(settings.name, listener.measure_load, tally)
     with stop_on_signals() as stop:
 
         def leave(why: str) -> None:
@@ -143,7 +143,7 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
             settings.rosters.on_removed = leave
         with (
             listener,
-            serving_metrics(settings.metrics, metrics),
+            serve_metrics(settings.metrics, metrics),
             _make_reachable(settings, listener.address, announce),
         ):
             stop.wait()
@@ -159,12 +159,12 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
 def _make_reachable(
     settings: HostSettings, listens: str, announce: Callable[[str], None]
 ) -> Iterator[None]:
-    """Announce where others reach this host: where it listens, or where it has dialled in."""
+    """Announce the address by which others reach this host: its own, or the one it dials."""
     if not settings.dial:
         announce(listens)
         yield
         return
-    from collapipe_flwr.transport.dialing import Dialing  # others need not hold it in memory
+    from collapipe_flwr.transport.dialing import Dialing  # most daemons need not load it
 
     assert settings.tls is not None
     first = iter([lambda: announce(settings.dial)])
@@ -183,7 +183,7 @@ def hide_unused_libraries() -> None:
     """Make libraries that no host uses impossible to import, unless one is loaded already.
 
     transformers loads them wherever they are installed, to match boxes and score text, which costs
-    a device some 40 MB. Modules of a user may need them, so a host that imports such hides none.
+    a device some 40 MB. Modules of a user may need them, so a host with such modules hides none.
     Python cannot import a name that is None in `sys.modules`.
     """
     modules = cast("dict[str, object]", sys.modules)
@@ -191,7 +191,7 @@ def hide_unused_libraries() -> None:
         modules.setdefault(name, None)
 
 
-def _servicer(
+def _make_servicer(
     settings: HostSettings, passes_on: bool, meter: EnergyMeter, tally: Tally
 ) -> Servicer:
     if not settings.imports:
@@ -233,7 +233,7 @@ def _servicer(
 
 
 def build_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> nn.Module:
-    """As `build_transformers_part`, but what it imports is no longer searched for garbage."""
+    """Build a part, and keep the garbage collector from the libraries that this imports."""
     from collapipe_flwr.host.service import build_transformers_part
 
     _freeze_libraries()
@@ -244,8 +244,7 @@ def build_part(request: SessionRequest, weights: Mapping[str, Tensor]) -> nn.Mod
 def _freeze_libraries() -> None:
     """Keep the garbage collector from all objects of the libraries, once per process.
 
-    A search of them would hold a slow board up in the middle of a step. To ask the collector
-    whether they are frozen would count them all.
+    A collection that visits them would delay a slow board in the middle of a step.
     """
     import collapipe_flwr.models.splitter  # noqa: F401
 
@@ -254,9 +253,9 @@ def _freeze_libraries() -> None:
 
 
 def set_power(interface: str, tx_power_w: float) -> None:
-    """Let a Wi-Fi interface (empty: none) send with this power from now on, in W.
+    """Set the transmit power of a Wi-Fi interface (empty: none), in W.
 
-    It is set by ``iw``, which needs CAP_NET_ADMIN. A failure is logged, and training goes on.
+    ``iw`` sets it, which needs CAP_NET_ADMIN. A failure is logged, and training goes on.
     """
     if not interface:
         return
@@ -279,5 +278,5 @@ def set_power(interface: str, tx_power_w: float) -> None:
 
 
 def to_millibel_milliwatts(tx_power_w: float) -> int:
-    """Hundredths of dBm, the unit of ``iw``."""
+    """Convert watts to hundredths of dBm, the unit of ``iw``."""
     return round(100 * 10 * math.log10(max(tx_power_w, _LEAST_W) / 1e-3))

@@ -1,8 +1,8 @@
-"""Joules that sessions use, by this machine's power sensor; modelled where it has none.
+"""Energy of sessions in joules, metered by this machine's power sensor; modelled without one.
 
 A sensor sees the whole machine, with its idle power and other programs. Sessions that run at the
-same time share what it counts. A sensor that fails, stands still or reads an impossible value loses
-only the interval in which it does so: that energy is then modelled from measured times.
+same time share what it counts. Where a sensor fails, stands still or reads an impossible value,
+only that interval is lost: its energy is modelled from measured times.
 
 Roots and commands are parameters, so that tests can use a sysfs of their own.
 """
@@ -23,12 +23,12 @@ from typing import ClassVar
 from collapipe_flwr.core.errors import ConfigError
 
 AUTO, NONE = "auto", "none"
-SENSORS = {  # what each needs; in the order in which they are tried
+SENSORS = {  # requirements of each; in the order in which they are tried
     "ina3221": "a Jetson has it under /sys/class/hwmon",
     "pi5-pmic": "a Raspberry Pi 5 has it; put this user into the group video",
     "rapl": "let this user read energy_uj under /sys/class/powercap",
 }
-MOST_W = 2000.0  # a machine that uses more is not one that this package is for
+MOST_W = 2000.0  # readings above are impossible on machines that this package is for
 _MOST_PERIODS = 6  # that a sensor may miss within an interval
 _LEAST_S = 0.005  # between two looks, for counters that advance every millisecond
 _LOOK_S = 0.05  # for one figure of power
@@ -45,7 +45,7 @@ Reading = tuple[float, ...]  # of one sensor, which alone knows what it means
 class Sensor:
     """A sensor to `read` every ``period_s``; readings much further apart than that are useless.
 
-    ``name`` is the value of `--energy-sensor`. Readings are in watts unless `joules` differs.
+    ``name`` is the value of `--energy-sensor`. Readings are watts, unless a class says otherwise.
     """
 
     name: ClassVar[str]
@@ -55,7 +55,7 @@ class Sensor:
         """Read the sensor once; raises OSError or ValueError where there is nothing to read."""
         raise NotImplementedError
 
-    def joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
+    def measure_joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
         """Return the energy used between two readings: their mean times the time."""
         return (sum(before) + sum(after)) / 2 * elapsed_s
 
@@ -76,23 +76,23 @@ class Rapl(Sensor):
         """Read counter and range of every zone, in uJ."""
         found = [
             float(int((zone / file).read_text()))
-            for zone in self._zones()
+            for zone in self._list_zones()
             for file in ("energy_uj", "max_energy_range_uj")
         ]
         if not found:
             raise OSError("no zone of a processor package")
         return tuple(found)
 
-    def joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
+    def measure_joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
         del elapsed_s
         if len(before) != len(after):
             raise ValueError("a zone came or went")
         counters = zip(before[::2], after[::2], after[1::2], strict=True)
         return sum((now - then) % (most + 1) for then, now, most in counters) / 1e6
 
-    def _zones(self) -> Iterator[Path]:
+    def _list_zones(self) -> Iterator[Path]:
         for zone in sorted((self.root / "class/powercap").glob("intel-rapl:*")):
-            label = _text(zone / "name")
+            label = _read_text(zone / "name")
             is_package = zone.name.count(":") == 1 and label != "psys"
             if is_package or label == "dram":
                 yield zone
@@ -108,19 +108,19 @@ class Ina3221(Sensor):
 
     def read(self) -> Reading:
         """Read the watts of each rail."""
-        watts = dict(self._watts())
+        watts = dict(self._read_watts())
         total = [watts[label] for label in _TOTALS if label in watts]
         found = total[:1] or [value for label, value in watts.items() if label not in _FED]
         if not found:
             raise OSError("no rail of an INA3221")
         return tuple(found)
 
-    def _watts(self) -> Iterator[tuple[str, float]]:
+    def _read_watts(self) -> Iterator[tuple[str, float]]:
         for monitor in sorted((self.root / "class/hwmon").glob("hwmon*")):
-            if _text(monitor / "name") != "ina3221":
+            if _read_text(monitor / "name") != "ina3221":
                 continue
             for label in sorted(monitor.glob("in[0-9]_label")):
-                rail, number = _text(label), label.name[2]
+                rail, number = _read_text(label), label.name[2]
                 current = monitor / f"curr{number}_input"
                 if rail in _UNUSED or not current.exists():  # unused, or the sum of shunt voltages
                     continue
@@ -152,11 +152,11 @@ class Pi5Pmic(Sensor):
         rails = [rail for rail, unit in found if unit == "A" and (rail, "V") in found]
         watts = [found[rail, "A"] * found[rail, "V"] for rail in rails]
         if not watts:
-            raise ValueError(f"{self.command} pmic_read_adc says no currents")
+            raise ValueError(f"{self.command} pmic_read_adc reports no currents")
         return tuple(watts)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
@@ -173,7 +173,7 @@ class Interval:
 
 
 class EnergyMeter:
-    """Meters intervals, which may overlap, by ``sensor`` (None: by none)."""
+    """Meters intervals, which may overlap, by ``sensor`` (None: nothing is metered)."""
 
     def __init__(
         self, sensor: Sensor | None = None, clock: Callable[[], float] = time.monotonic
@@ -191,7 +191,7 @@ class EnergyMeter:
         return "" if self._sensor is None else self._sensor.name
 
     @contextmanager
-    def interval(self) -> Iterator[Interval]:
+    def meter_interval(self) -> Iterator[Interval]:
         """Meter the body."""
         mine, sensor = Interval(), self._sensor
         if sensor is None:
@@ -218,7 +218,7 @@ class EnergyMeter:
                     self._idle.set()
             mine.joules = mine.so_far if seen and not mine.lost else None
 
-    def power_w(self) -> float | None:
+    def measure_power_w(self) -> float | None:
         """Measure the power that is drawn now; None where it cannot be read."""
         if self._sensor is None or (before := self._read(self._sensor)) is None:
             return None
@@ -226,7 +226,7 @@ class EnergyMeter:
         if (after := self._read(self._sensor)) is None:
             return None
         elapsed_s = after[0] - before[0]
-        joules = _joules(self._sensor, before[1], after[1], elapsed_s)
+        joules = _compute_joules(self._sensor, before[1], after[1], elapsed_s)
         return None if joules is None else joules / elapsed_s
 
     def _watch(self, sensor: Sensor, idle: threading.Event) -> None:
@@ -248,7 +248,7 @@ class EnergyMeter:
         if elapsed_s < _LEAST_S:
             return True
         missed = elapsed_s > _MOST_PERIODS * sensor.period_s
-        joules = _joules(sensor, before[1], now[1], elapsed_s)
+        joules = _compute_joules(sensor, before[1], now[1], elapsed_s)
         if joules is None and not missed:
             return False  # the next look covers this one's time
         self._last = now
@@ -264,19 +264,21 @@ class EnergyMeter:
             return None
 
 
-def _joules(sensor: Sensor, before: Reading, after: Reading, elapsed_s: float) -> float | None:
+def _compute_joules(
+    sensor: Sensor, before: Reading, after: Reading, elapsed_s: float
+) -> float | None:
     """Return the energy used between two readings; None where the value is impossible."""
     try:
-        joules = sensor.joules(before, after, elapsed_s)
+        joules = sensor.measure_joules(before, after, elapsed_s)
     except ValueError:
         return None
     return joules if 0 < joules <= MOST_W * elapsed_s < math.inf else None
 
 
-def energy_meter(name: str, *, root: Path = SYSFS, vcgencmd: str = VCGENCMD) -> EnergyMeter:
+def make_energy_meter(name: str, *, root: Path = SYSFS, vcgencmd: str = VCGENCMD) -> EnergyMeter:
     """Make a meter with the named sensor, `AUTO` (the first that can be read, if any) or `NONE`.
 
-    Raises ConfigError for another name, and where the named sensor cannot be read.
+    Raises ConfigError for an unknown name, and where the named sensor cannot be read.
     """
     if name not in (AUTO, NONE, *SENSORS):
         names = ", ".join((AUTO, NONE, *SENSORS))
@@ -284,10 +286,10 @@ def energy_meter(name: str, *, root: Path = SYSFS, vcgencmd: str = VCGENCMD) -> 
     sensors: tuple[Sensor, ...] = (Ina3221(root), Pi5Pmic(vcgencmd), Rapl(root))
     for sensor in sensors:
         meter = EnergyMeter(sensor)
-        if name in (AUTO, sensor.name) and meter.power_w() is not None:
+        if name in (AUTO, sensor.name) and meter.measure_power_w() is not None:
             return meter
     if name in (AUTO, NONE):
         return EnergyMeter()
     raise ConfigError(
-        f"--energy-sensor {name} tells no power here: {SENSORS[name]}, or leave the option out"
+        f"--energy-sensor {name} reads no power here: {SENSORS[name]}, or leave the option out"
     )

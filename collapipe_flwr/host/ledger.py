@@ -1,8 +1,8 @@
-"""The bytes that models hold on a host, reserved before they are taken.
+"""The memory that models hold on a host.
 
 Memory that is needed for longer than one micro-batch is reserved here before it is taken: weights
 that arrive, the state of a part (weights, gradients and optimizer slots, which `costs.work` prices
-besides activations), and what is kept for the next round. Activations, frames in a link and the
+besides activations), and tensors kept for the next round. Activations, frames in a link and the
 libraries are not counted.
 """
 
@@ -19,7 +19,7 @@ _MEGA = 1e6
 
 
 class NoRoom(LinkError):
-    """The host may not hold that much."""
+    """The host may not hold so many bytes."""
 
 
 class Ledger:
@@ -35,9 +35,9 @@ class Ledger:
     def held_bytes(self) -> int:
         """Bytes that are reserved now."""
         with self.lock:
-            return self.sum_of(None)
+            return self.sum_bytes(None)
 
-    def sum_of(self, owner: str | None) -> int:
+    def sum_bytes(self, owner: str | None) -> int:
         """Sum the bytes reserved by one owner (None: by all); the caller holds the lock."""
         accounts = (a for a in self.accounts if owner in (None, a.owner))
         return sum(sum(account.entries.values()) for account in accounts)
@@ -57,12 +57,12 @@ class Account:
         self._closed = False
         self._arrivals = 0
 
-    def size(self, name: str) -> int:
+    def find_size(self, name: str) -> int:
         """Return the bytes reserved under one name."""
         return self.entries.get(name, 0)
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
-        """Set the reservations under these names, all or none; 0 gives one back.
+        """Set the reservations under these names, all or none; 0 releases one.
 
         Raises NoRoom when the sum would grow beyond what the host, or the owner, may hold. A sum
         that does not grow is never refused.
@@ -71,13 +71,13 @@ class Account:
             self._change(sizes)
 
     def add(self, name: str, size: int) -> None:
-        """Reserve so much more under one name; see `reserve`."""
+        """Reserve ``size`` more bytes under one name; see `reserve`."""
         with self._ledger.lock:
-            self._change({name: self.size(name) + size})
+            self._change({name: self.find_size(name) + size})
 
     @contextmanager
     def release_after(self, *names: str) -> Iterator[None]:
-        """Give back, after the body, what it reserves under these names."""
+        """Release, after the body, the reservations under these names."""
         try:
             yield
         finally:
@@ -85,7 +85,7 @@ class Account:
 
     @contextmanager
     def name_arrival(self) -> Iterator[str]:
-        """Give a new name for what arrives in the body; see `release_after`."""
+        """Yield a new name for tensors that arrive in the body; see `release_after`."""
         with self._ledger.lock:
             self._arrivals += 1
             name = f"arrival {self._arrivals}"
@@ -93,7 +93,7 @@ class Account:
             yield name
 
     def close(self) -> None:
-        """Give everything back; nothing can be reserved here any more."""
+        """Release everything; nothing can be reserved here any more."""
         with self._ledger.lock:
             self._closed = True
             self._book({})
@@ -111,14 +111,14 @@ class Account:
         self._ledger.accounts.add(self)
         if not entries:
             self._ledger.accounts.discard(self)
-        self._ledger.peak_bytes = max(self._ledger.peak_bytes, self._ledger.sum_of(None))
+        self._ledger.peak_bytes = max(self._ledger.peak_bytes, self._ledger.sum_bytes(None))
 
     def _check(self, more: int) -> None:
         if self._closed:
             raise NoRoom("the session was closed, so nothing more can be pushed into it")
-        most, held = self._ledger.most_bytes, self._ledger.sum_of(None)
+        most, held = self._ledger.most_bytes, self._ledger.sum_bytes(None)
         if self._most_bytes is not None:
-            own = self._ledger.sum_of(self.owner)
+            own = self._ledger.sum_bytes(self.owner)
             if self._most_bytes - own < most - held:
                 most, held = self._most_bytes, own
         if more > most - held:

@@ -47,7 +47,7 @@ _WORK = ("forward", "backward", "optimizer", "wait")
 
 @dataclass(slots=True)
 class Done:
-    """The work of one cluster's stages here; all but failures is of streams that ended in order."""
+    """The work of one cluster's stages here, in streams that ended in order; and failures."""
 
     last_round: int = 0
     counts: dict[str, float] = field(default_factory=dict)  # by the names of `_COUNTERS`
@@ -61,7 +61,7 @@ class Tally:
         self._lock = threading.Lock()
         self._clusters: dict[str, Done] = {}
 
-    def by_cluster(self) -> dict[str, Done]:
+    def copy_counts(self) -> dict[str, Done]:
         """Return the counts of each cluster, which change while the host works."""
         with self._lock:
             return dict(self._clusters)
@@ -87,7 +87,7 @@ class Tally:
             _add(self._find_done(request).counts, {"streams": 1, "stream_failures": 1})
 
     def _find_done(self, request: SessionRequest) -> Done:
-        name = to_one_line(request.cluster) or "unknown"  # half a surrogate pair ends every answer
+        name = to_one_line(request.cluster) or "unknown"  # half a surrogate cannot be encoded
         if name not in self._clusters and len(self._clusters) >= MOST_CLUSTERS:
             name = OTHERS
         done = self._clusters.setdefault(name, Done())
@@ -116,7 +116,7 @@ class HostMetrics:
         for name, help_text in _LOAD.items():
             value = 0 if load is None else getattr(load, name)
             yield GaugeMetricFamily(f"collapipe_host_{name}", help_text, value)
-        clusters = self.tally.by_cluster()
+        clusters = self.tally.copy_counts()
         help_text = "Newest round of the cluster that ended here."
         newest = GaugeMetricFamily("collapipe_host_round", help_text, labels=("cluster",))
         for cluster, done in clusters.items():
@@ -156,7 +156,7 @@ def _explain_taken(text: str, error: OSError) -> ConfigError:
     return ConfigError(f"nothing can listen at {text} ({error.strerror}); choose another")
 
 
-def serving_metrics(address: str, collector: Any) -> AbstractContextManager[object]:
+def serve_metrics(address: str, collector: Any) -> AbstractContextManager[object]:
     """Serve a daemon's numbers, if it has an address for them; raises ConfigError."""
     if not address:
         return nullcontext()

@@ -1,6 +1,6 @@
 """The parts of sessions: built, and replaced as a whole.
 
-Callers have the session at rest. An error leaves it as it was. Memory is reserved in the session's
+Callers keep the session at rest. An error leaves it as it was. Memory is reserved in the session's
 account before it is taken.
 """
 
@@ -55,7 +55,7 @@ class Parts:
         with session.account.release_after(_NEW):
             brought = {**_assign_found(session), **tensors}
             state = PartState.from_tensors(brought)
-            given = session.account.size(FOUND) + session.account.size(arrived)
+            given = session.account.find_size(FOUND) + session.account.find_size(arrived)
             copied = count_bytes(state.weights.values()) + max(
                 count_bytes(brought.values()) - given, 0
             )
@@ -96,8 +96,8 @@ class Parts:
         return part
 
 
-def tensors_of(session: HostSession, with_optimizer: bool) -> dict[str, Tensor]:
-    """Return a part's tensors, and its optimizer's if asked for; copied only from accelerators."""
+def collect_tensors(session: HostSession, with_optimizer: bool) -> dict[str, Tensor]:
+    """Return a part's tensors, and on request its optimizer's; copied only from accelerators."""
     assert session.part is not None and session.optimizer is not None
     weights = session.part.state_dict()
     if not with_optimizer:
@@ -107,7 +107,7 @@ def tensors_of(session: HostSession, with_optimizer: bool) -> dict[str, Tensor]:
 
 
 def list_trained_keys(session: HostSession) -> frozenset[str]:
-    """Return the keys of `tensors_of` that the session's steps have changed, slots included."""
+    """Return the keys of `collect_tensors`, slots included, that the session's steps changed."""
     if not session.steps:
         return frozenset()
     assert session.part is not None and session.optimizer is not None
@@ -120,7 +120,7 @@ def list_trained_keys(session: HostSession) -> frozenset[str]:
 
 
 def _assign_found(session: HostSession) -> dict[str, Tensor]:
-    """Give every key that `missing` found a tensor of its own, also for the same content."""
+    """Give every key that `find_missing` found a tensor of its own, also for the same content."""
     by_key: dict[str, Tensor] = {}
     used: set[str] = set()
     for key, digest in session.wanted.items():

@@ -23,7 +23,7 @@ from collapipe_flwr.config.cluster_file import (
 from collapipe_flwr.core.durable import write_text
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
 from collapipe_flwr.transport.roster import Roster, check_roster
-from collapipe_flwr.transport.tls import validity_of
+from collapipe_flwr.transport.tls import read_validity
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.5
@@ -64,14 +64,14 @@ class Rosters:
         check_roster(roster, self._ca)
         with self._lock:
             self._renew(roster.certificate)
-            config = self._parsed(roster.text)
+            config = self._parse(roster.text)
             held = self._clusters.get(config.id)
             if held is not None and held.version >= config.version:
                 return held.version
             if held is None and self._name not in config.names:
                 raise ProtocolError(f"{self._name} is no member of {config.id}")
             asked = config.privacy
-            if held is not None:  # what this machine's file demands, no roster takes back
+            if held is not None:  # no roster revokes the privacy that this machine's file demands
                 config = replace(config, privacy=asked | held.privacy)
             known = {**self._clusters, config.id: config}
             access = access_control(known.values(), self._allow)
@@ -95,11 +95,11 @@ class Rosters:
         if not pem or path is None or not path.exists():  # it was given by an option
             return
         shown = path.read_bytes()
-        if validity_of(pem.encode())[1] <= validity_of(shown)[1]:
+        if read_validity(pem.encode())[1] <= read_validity(shown)[1]:
             return
         from collapipe_flwr.transport import joining  # a daemon that waits holds little memory
 
-        key = joining.key_in_certificate(shown)
+        key = joining.extract_key(shown)
         joining.check_signed(pem, self._name, key, self._ca.read_bytes())
         _write(path, pem)
         _log.info("the certificate of %s is renewed", self._name)
@@ -119,11 +119,11 @@ class Rosters:
                     _log.debug("a roster is not read: %s", error)
 
     def _apply(self, known: dict[str, ClusterConfig], access: AccessControl) -> None:
-        """Let only these in; under the lock, so that the newest is applied last."""
+        """Admit only these clusters; the caller holds the lock, so the newest is applied last."""
         self._clusters, self.access = known, access
         self.on_change(access)
 
-    def _parsed(self, text: str) -> ClusterConfig:
+    def _parse(self, text: str) -> ClusterConfig:
         """Parse the roster, with the path of the file that it replaces."""
         beside = next(iter(self._clusters.values())).path
         assert beside is not None

@@ -31,7 +31,7 @@ from collapipe_flwr.transport.methods import (
     encode_message,
 )
 from collapipe_flwr.transport.roster import Roster
-from collapipe_flwr.transport.server import Server, only_message
+from collapipe_flwr.transport.server import Server, take_message
 
 if TYPE_CHECKING:
     from collapipe_flwr.host.service import HostService
@@ -45,13 +45,12 @@ _NOT_WHILE_DRAINING = (methods.OPEN_SESSION, methods.HEALTH)
 
 
 class Listener(Server):
-    """A host; see `Server` for how it listens. `make_servicer` is called once.
+    """A host; see `Server` for how it listens.
 
-    A member that hosts nothing (None) answers only echoes, status and rosters.
-
-    `rosters`, which may be replaced while it listens, say who may call what (None: all whom the CA
-    signed may call everything). Raises ConfigError when they are given without TLS that asks
-    callers for a certificate.
+    `make_servicer` is called once; a member that hosts nothing (None) answers only echoes, status
+    and rosters. `rosters`, which may be replaced while it listens, say who may call what (None: all
+    whom the CA signed may call everything). Raises ConfigError when they are given without TLS that
+    asks callers for a certificate.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Listener(Server):
             methods.STATUS: self._encode_status,
         }
         answers = {
-            method: partial(self._answers if method.downloads else self._answer, method)
+            method: partial(self._yield_answers if method.downloads else self._answer, method)
             for method in (METHODS if make_servicer else self._own)
         }
         threads = (_STREAMS * most_sessions if make_servicer else 0) + CONTROL_THREADS
@@ -96,16 +95,16 @@ class Listener(Server):
             tls=tls,
         )
 
-    def load(self) -> Health | None:
+    def measure_load(self) -> Health | None:
         """Return the load of the host; None before a first call needs the servicer."""
-        return None if self._servicer is None else self._servicer.service.health()
+        return None if self._servicer is None else self._servicer.service.measure_load()
 
     def drain(self, grace_s: float) -> None:
         """Refuse new sessions and give open ones ``grace_s`` to be closed."""
         self._draining = True
         with self._answered:
             self._answered.wait_for(
-                lambda: (load := self.load()) is None or not load.sessions, timeout=grace_s
+                lambda: (load := self.measure_load()) is None or not load.sessions, timeout=grace_s
             )
 
     def _let_go(self) -> None:
@@ -113,44 +112,44 @@ class Listener(Server):
             self._servicer.close()
 
     def _answer(self, method: Method, messages: _Messages, context: grpc.ServicerContext) -> bytes:
-        (answer,) = self._answers(method, messages, context)
+        (answer,) = self._yield_answers(method, messages, context)
         return answer
 
-    def _answers(
+    def _yield_answers(
         self, method: Method, messages: _Messages, context: grpc.ServicerContext
     ) -> _Messages:
         with self._admit(context, method) as caller:
             if method in self._own:
-                only_message(messages, context)
+                take_message(messages, context)
                 yield self._own[method]()
                 return
             servicer = self._get_servicer(caller, method, context)
-            message = messages if method.uploads else only_message(messages, context)
+            message = messages if method.uploads else take_message(messages, context)
             yield from servicer.answer(method, message, context, caller)
 
     def _encode_status(self) -> bytes:
-        """Answer without a servicer, so that nothing loads torch for it."""
+        """Answer without a servicer, so that torch need not be loaded."""
         status = HostStatus(
-            resident_bytes=_resident_bytes(),
+            resident_bytes=_read_resident_bytes(),
             awake=self._servicer is not None,
             stopping=self._draining,
-            at_work=self._servicer is not None and self._servicer.service.at_work(),
+            at_work=self._servicer is not None and self._servicer.service.is_at_work(),
             unix_s=time.time(),
             version=own_version(),
             energy_sensor=self._meter.name,
-            power_w=self._meter.power_w(),
+            power_w=self._meter.measure_power_w(),
             rosters=self._rosters.versions if self._rosters else {},
         )
         return encode_message(status)
 
     def _take_roster(self, messages: _Messages, context: grpc.ServicerContext) -> bytes:
-        """Take a roster that the CA has signed; a stranger's is not even read."""
+        """Take a roster that the CA has signed; a stranger's is not read."""
         if self._rosters is None:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this host has no cluster file")
         assert self._rosters is not None
         try:
             with self._admit(context, methods.ROSTER):
-                roster = decode_message(Roster, only_message(messages, context))
+                roster = decode_message(Roster, take_message(messages, context))
                 return encode_message(self._rosters.accept(roster))
         except ProtocolError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
@@ -197,7 +196,7 @@ class Listener(Server):
 
 
 class HostServer(Listener):
-    """A host with an `HostService` that is there from the beginning."""
+    """A host whose `HostService` exists from the beginning."""
 
     def __init__(
         self,
@@ -216,11 +215,11 @@ class HostServer(Listener):
             tls=tls,
             rosters=rosters,
             on_edge=True,
-            most_sessions=service.health().most_sessions,
+            most_sessions=service.measure_load().most_sessions,
         )
 
 
-def _resident_bytes() -> int:
+def _read_resident_bytes() -> int:
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

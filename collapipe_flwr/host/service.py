@@ -27,12 +27,12 @@ from collapipe_flwr.core.schedule import stage_actions
 from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.metrics import Tally
-from collapipe_flwr.host.parts import FOUND, BuildPart, Parts, list_trained_keys, tensors_of
+from collapipe_flwr.host.parts import FOUND, BuildPart, Parts, collect_tensors, list_trained_keys
 from collapipe_flwr.host.session import ONLY, HostSession, Lane, SessionRefused, SessionStream
 from collapipe_flwr.host.sessions import SessionTable
 from collapipe_flwr.host.stores import TensorStore, WeightCache
 from collapipe_flwr.pipeline.compute import CPU, AllocatorPeak
-from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
+from collapipe_flwr.pipeline.config import Health, NextHop, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.gradient_sums import Siblings
 from collapipe_flwr.pipeline.link import Link, join_links
 from collapipe_flwr.pipeline.meter import count_bytes
@@ -99,7 +99,7 @@ class HostService:
         self._connect = connect
         self._ledger = ledger or Ledger()
         self.sessions = SessionTable(most_sessions, forget_after_s, clock, self._let_go)
-        self._targets: dict[str, Targets] = {}  # by session, where its first stage is here, too
+        self._targets: dict[str, Targets] = {}  # by session whose first stage is in this process
 
     def open(
         self,
@@ -125,7 +125,7 @@ class HostService:
         self.find(key)
         return self._targets.setdefault(key.session_id, Targets())
 
-    def missing(self, key: SessionKey, digests: Mapping[str, str]) -> tuple[str, ...]:
+    def find_missing(self, key: SessionKey, digests: Mapping[str, str]) -> tuple[str, ...]:
         """Return the keys of the weights that the next push must bring; the host has the others.
 
         The store hands over what is wanted and forgets the rest, so that nothing of an earlier
@@ -133,7 +133,7 @@ class HostService:
         """
         session = self.find(key)
         wanted = frozenset(digests.values())
-        with session.at_rest():
+        with session.keep_at_rest():
             found = {d: tensor for d, tensor in session.found.items() if d in wanted}
             if self._store is not None:
                 found |= self._store.take(wanted)
@@ -159,8 +159,8 @@ class HostService:
     def receive_weights(self, key: SessionKey, receive: Receive) -> None:
         """Set the weights of a session's part, and the optimizer's slots that are among them.
 
-        `receive` returns them (`PartState.tensors`) and reserves the bytes of each before it
-        arrives; the tensors that `missing` found here are added. The new part and optimizer
+        `receive` returns them (`PartState.flatten`) and reserves the bytes of each before it
+        arrives; the tensors that `find_missing` found here are added. The new part and optimizer
         replace those of the session once all is checked: an error before that leaves the session as
         it was. Raises ModelError when keys or shapes are not those of the part, NoRoom when the
         host may not hold so much.
@@ -168,24 +168,24 @@ class HostService:
         session = self.find(key)
         with session.account.name_arrival() as arrived:
             tensors = receive(lambda size: session.account.add(arrived, size))
-            with session.at_rest():
+            with session.keep_at_rest():
                 self._parts.replace(session, tensors, arrived)
 
     @contextmanager
     def read(self, key: SessionKey, *, with_optimizer: bool = False) -> Iterator[dict[str, Tensor]]:
         """Read the tensors of a session's part without a copy; it does not change in the body."""
         session = self.find(key)
-        with session.at_rest():
+        with session.keep_at_rest():
             self._parts.require_part(session)
-            yield tensors_of(session, with_optimizer)
+            yield collect_tensors(session, with_optimizer)
 
-    def weights(self, key: SessionKey, *, with_optimizer: bool = False) -> dict[str, Tensor]:
+    def copy_weights(self, key: SessionKey, *, with_optimizer: bool = False) -> dict[str, Tensor]:
         """Copy what `read` gives."""
         with self.read(key, with_optimizer=with_optimizer) as tensors:
             return {key: tensor.detach().clone() for key, tensor in tensors.items()}
 
-    def digests(self, key: SessionKey, *, with_optimizer: bool = False) -> dict[str, str]:
-        """Return content digests of what `weights` gives, "" for what training has changed.
+    def digest_weights(self, key: SessionKey, *, with_optimizer: bool = False) -> dict[str, str]:
+        """Return content digests of what `copy_weights` gives, "" for what training has changed.
 
         Computing those as well would take a slow board longer than the training did.
         """
@@ -205,10 +205,6 @@ class HostService:
             raise SessionRefused(f"session {key.session_id} has not run yet")
         return report
 
-    def progress(self) -> dict[str, PassesDone]:
-        """Return the micro-batches of every cluster's newest order; see `SessionTable.progress`."""
-        return self.sessions.progress()
-
     def close(self, key: SessionKey) -> None:
         """Forget a session, ending a stream that still runs; returns when nothing uses its part.
 
@@ -219,17 +215,17 @@ class HostService:
         session = self.find(key)
         whole = session.close("the session was closed")
         if whole and self._store is not None and session.part is not None:
-            self._store.keep(tensors_of(session, session.request.keep_optimizer).values())
+            self._store.keep(collect_tensors(session, session.request.keep_optimizer).values())
         session.empty()
 
     def break_off(self, why: str) -> None:
         """End all streams, without waiting for them."""
-        for session in self.sessions.all():
+        for session in self.sessions.list_sessions():
             session.cut(why)
 
-    def health(self) -> Health:
+    def measure_load(self) -> Health:
         """Count the sessions and what they hold."""
-        sessions = self.sessions.all()
+        sessions = self.sessions.list_sessions()
         return Health(
             sessions=len(sessions),
             running=sum(session.stream is not None for session in sessions),
@@ -238,13 +234,13 @@ class HostService:
             most_bytes=self._ledger.most_bytes,
         )
 
-    def at_work(self) -> bool:
+    def is_at_work(self) -> bool:
         """Return whether a stream runs, or a session was used a short time ago."""
         since_s = self._clock() - _AT_WORK_S
-        sessions = self.sessions.all()
+        sessions = self.sessions.list_sessions()
         return any(s.stream is not None or s.used_s > since_s for s in sessions)
 
-    def spare_bytes(self) -> int:
+    def count_spare_bytes(self) -> int:
         """Return the bytes in use now that the next session can have."""
         here = self._store if self.compute == CPU else None
         return here.held_bytes if here is not None else 0
@@ -266,7 +262,7 @@ class HostService:
         with session.claiming:
             if (stream := session.join(lane)) is not None:
                 return stream
-            with session.at_rest():
+            with session.keep_at_rest():
                 self._parts.require_part(session)
                 return session.claim(lane)
 
@@ -288,7 +284,7 @@ class HostService:
             raise
         try:
             with (
-                self._meter.interval() as used,
+                self._meter.meter_interval() as used,
                 self._open_stage(stream, upstream, behind) as stage,
             ):
                 peak = AllocatorPeak(self.compute, count_bytes(stage.tensors))

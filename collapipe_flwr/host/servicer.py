@@ -43,9 +43,9 @@ from collapipe_flwr.transport.methods import (
     decode_message,
     encode_message,
 )
-from collapipe_flwr.transport.server import call_deadline, end_threads
+from collapipe_flwr.transport.server import end_threads, limit_call
 from collapipe_flwr.transport.stream import StreamLink
-from collapipe_flwr.transport.weights import gather_weights, weight_frames
+from collapipe_flwr.transport.weights import cut_weights, gather_weights
 
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
@@ -93,7 +93,7 @@ class Servicer:
         self._sessions_of_each = sessions_of_each
         self._probe = probe
         self._workers = ThreadPoolExecutor(
-            service.health().most_sessions, thread_name_prefix="edge-stage"
+            service.measure_load().most_sessions, thread_name_prefix="edge-stage"
         )
         self._measuring = threading.Lock()
 
@@ -140,50 +140,50 @@ class Servicer:
         frames = (decode_frame(data) for data in messages)
 
         def receive(reserve: Reserve) -> dict[str, Tensor]:
-            return gather_weights(frames, self.service.health().most_bytes, reserve)
+            return gather_weights(frames, self.service.measure_load().most_bytes, reserve)
 
-        with call_deadline(call.context, _TRANSFER_S):
+        with limit_call(call.context, _TRANSFER_S):
             self.service.receive_weights(call.key, receive)
         trim_heap(self.service.compute)
 
     def missing(self, data: bytes, call: Call) -> tuple[str, ...]:
-        return self.service.missing(call.key, decode_message(dict[str, str], data))
+        return self.service.find_missing(call.key, decode_message(dict[str, str], data))
 
     def digests(self, data: bytes, call: Call) -> dict[str, str]:
-        return self.service.digests(call.key, with_optimizer=decode_message(bool, data))
+        return self.service.digest_weights(call.key, with_optimizer=decode_message(bool, data))
 
     def fetch_weights(self, data: bytes, call: Call) -> Iterator[bytes]:
         """Yield weights piece by piece from the part itself, so that sending needs no copy."""
         request = decode_message(FetchRequest, data)
         with (
-            call_deadline(call.context, _TRANSFER_S),
+            limit_call(call.context, _TRANSFER_S),
             self.service.read(call.key, with_optimizer=request.with_optimizer) as weights,
         ):
             if request.keys is not None:
                 weights = {key: weights[key] for key in request.keys if key in weights}
-            for frame in weight_frames(weights):
+            for frame in cut_weights(weights):
                 yield encode_frame(frame)
 
     def report(self, _: bytes, call: Call) -> StageMeasurement:
         return self.service.report(call.key)
 
     def progress(self, _data: bytes, _call: Call) -> dict[str, PassesDone]:
-        return self.service.progress()
+        return self.service.sessions.count_passes()
 
     def close_session(self, _: bytes, call: Call) -> None:
         self.service.close(call.key)
         trim_heap(self.service.compute)
 
     def health(self, _data: bytes, _call: Call) -> Health:
-        return self.service.health()
+        return self.service.measure_load()
 
     def benchmark(self, data: bytes, _: Call) -> BenchmarkAnswer:
         """Run a benchmark; the answer's memory is what the next session may have."""
-        request, health = decode_message(BenchmarkRequest, data), self.service.health()
-        if self.service.at_work() or not self._measuring.acquire(blocking=False):
+        request, health = decode_message(BenchmarkRequest, data), self.service.measure_load()
+        if self.service.is_at_work() or not self._measuring.acquire(blocking=False):
             raise Busy("the host is at work, so a benchmark would mislead")
         try:
-            spare_bytes = self.service.spare_bytes()
+            spare_bytes = self.service.count_spare_bytes()
             found = run_benchmark(request, self.service.compute)
             trim_heap(self.service.compute)
         finally:

@@ -1,9 +1,9 @@
-"""One cluster's part on a host, and what uses it now.
+"""One cluster's part on a host, and its current use.
 
-A session is at rest, in use by one call, or by one stream, which begins when all its links are
-there; one that is broken off before never runs. All changes happen under one lock. A use that is
-over cannot end or disturb a later one. A closed session begins no new use, and its last use frees
-what it held.
+A session is at rest, in use by one call, or in use by one stream. A stream begins when all its
+links are there; a stream that is broken off before never runs. All changes happen under one lock. A
+use that is over cannot end or disturb a later one. A closed session begins no new use, and its last
+use frees its tensors.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class SessionStream:
 
 @dataclass(slots=True, eq=False)
 class HostSession:
-    """A part, what trains it, and its life.
+    """A part with its optimizer, and its life.
 
     `drop` makes the host forget the session; its last use calls it, once.
     """
@@ -120,7 +120,9 @@ class HostSession:
     recorder: Recorder | None = None  # of the stream that runs
     lacks_checkpoint: bool = False  # its frozen weights come from its control unit
     found: dict[str, Tensor] = field(default_factory=dict)  # here, for the next push, by digest
-    wanted: Mapping[str, str] = field(default_factory=dict)  # digests that `missing` was asked for
+    wanted: Mapping[str, str] = field(
+        default_factory=dict
+    )  # digests that `find_missing` was asked for
     claiming: threading.Lock = field(default_factory=threading.Lock)  # one lane at a time
     closed: str = ""  # why no use begins any more; the last one may not have ended yet
     _use: object = None  # of the part now: a stream, or a token of one call; None at rest
@@ -133,7 +135,7 @@ class HostSession:
         return self._use if isinstance(self._use, SessionStream) else None
 
     @contextmanager
-    def at_rest(self) -> Iterator[None]:
+    def keep_at_rest(self) -> Iterator[None]:
         """Keep the part from changing. Raises SessionRefused while a stream has it."""
         with self._turn:
             if not self._turn.wait_for(self._has_no_call, BUSY_S):
@@ -217,7 +219,7 @@ class HostSession:
             link.close(why)
 
     def close(self, why: str) -> bool:
-        """Begin no use any more, end a stream, and drop the session.
+        """Refuse further uses, end a stream, and drop the session.
 
         Returns whether the part was at rest: then its weights are those after a whole step, and
         still here, see `empty`. Raises SessionRefused when it is closed already, and when the use
@@ -278,7 +280,7 @@ class HostSession:
             self.recorder = None
 
     def empty(self) -> None:
-        """Free what it held, even if others still refer to it."""
+        """Free the session's tensors, even if others still refer to the session."""
         self.part = self.optimizer = None
         self.found, self.wanted = {}, {}
 
@@ -286,7 +288,7 @@ class HostSession:
         return self._use is None or self.stream is not None
 
     def _end_stream(self, why: str) -> tuple[Link, ...]:
-        """Break off the stream, if any, and return its links; one not begun is over at once."""
+        """Break off the stream, if any, and return its links; a waiting one is over at once."""
         stream = self.stream
         if stream is None:
             return ()
@@ -298,7 +300,7 @@ class HostSession:
         return tuple(stream.links)
 
     def _leave(self, use: object) -> None:
-        """End a use, unless it has ended already; the last one frees what the session held."""
+        """End a use, unless it has ended already; the last one frees the session's tensors."""
         with self._turn:
             if self._use is not use:
                 return

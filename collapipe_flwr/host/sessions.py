@@ -43,11 +43,11 @@ class SessionTable:
         """Add a session. Raises SessionRefused when the id is taken or the table is full.
 
         An opener with `most_of_opener` sessions loses the one that was unused for longest. If the
-        stage's part before this one was closed in the middle of a pass, that may end first.
+        stage's earlier part was closed in the middle of a pass, this waits for the end of the pass.
         """
         if not request.key.session_id or len(request.key.token) < 16:
             raise SessionRefused("a session needs an id and a token of 16 characters or more")
-        for session in self.all():
+        for session in self.list_sessions():
             if _replaces(request, session.request):
                 session.leave_room()
         with self._lock:
@@ -66,7 +66,7 @@ class SessionTable:
             session = self._sessions.get(session_id)
         return session.request if session else None
 
-    def all(self) -> tuple[HostSession, ...]:
+    def list_sessions(self) -> tuple[HostSession, ...]:
         with self._lock:
             return tuple(self._sessions.values())
 
@@ -81,7 +81,7 @@ class SessionTable:
         session.used_s = self._clock()
         return session
 
-    def progress(self) -> dict[str, PassesDone]:
+    def count_passes(self) -> dict[str, PassesDone]:
         """Return the micro-batches of every cluster's newest order here.
 
         They are those of all sessions of the last stage, open ones included. A stream that fails
@@ -146,7 +146,7 @@ def _replaces(request: SessionRequest, before: SessionRequest) -> bool:
 
 
 def _add_passes(passes: Passes, session: HostSession) -> Passes:
-    """Add what a session has done for the newest order of its cluster."""
+    """Add a session's passes for the newest order of its cluster."""
     request = session.request
     if request.placement is not None or not (request.cluster_id and request.attempt):
         return passes

@@ -1,9 +1,9 @@
-"""Tensors that outlive a session: those of its part, and weights that other sessions need too.
+"""Tensors that outlive a session.
 
 `TensorStore` keeps the last segment in memory, and `WeightCache` frozen weights on disk: a board
-without the checkpoint gets those of its segment from its control unit once, for all rounds,
-segments and processes. A file of one tensor is named by its digest and checked against it when it
-is read, so nothing has to wait until it is on disk.
+without the checkpoint gets the frozen weights of its segment from its control unit once, for all
+rounds, segments and processes. Each file holds one tensor and is named by its digest, which is
+checked when the file is read, so nothing has to wait until it is on disk.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TensorStore:
         self._lock = threading.Lock()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Keep these in place of the last ones."""
+        """Keep these tensors instead of the last session's."""
         kept = tuple(tensor.detach() for tensor in tensors)
         with self._lock:
             self._tensors = ()
@@ -69,7 +69,7 @@ class TensorStore:
     @property
     def held_bytes(self) -> int:
         """The size of what is kept now."""
-        return self._account.size(_STORED)
+        return self._account.find_size(_STORED)
 
 
 class WeightCache:
@@ -90,7 +90,7 @@ class WeightCache:
         return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the missing ones; a full disk is a warning, not a failure."""
+        """Write the missing tensors; a full disk is a warning, not a failure."""
         with self._lock:
             try:
                 with draft(self._folder / _NAME) as written:

@@ -32,7 +32,7 @@ from collapipe_flwr.membership.tokens import JoinRefused, TokenUse
 from collapipe_flwr.simulation.devices import device_preset
 from collapipe_flwr.transport import joining
 from collapipe_flwr.transport.methods import decode_message, encode_message
-from collapipe_flwr.transport.server import Server, only_message
+from collapipe_flwr.transport.server import Server, take_message
 from collapipe_flwr.transport.tls import fingerprint, is_due
 
 _log = logging.getLogger(__name__)
@@ -49,12 +49,12 @@ def admit(
 
     A request that ``only_asks`` gets None; neither its token nor the cluster changes.
     """
-    key = joining.key_in_request(request.request_pem)
+    key = joining.extract_request_key(request.request_pem)
     try:
         secret = bytes.fromhex(request.secret)
     except ValueError as error:
         raise JoinRefused("the token is malformed: copy it again") from error
-    use = TokenUse(name=request.name, key=sha256(joining.public_bytes(key)).hexdigest())
+    use = TokenUse(name=request.name, key=sha256(joining.encode_public_key(key)).hexdigest())
     now_s = clock()
     if not abs(request.unix_s - now_s) <= CLOCKS_DIFFER_S:
         raise JoinRefused(
@@ -139,10 +139,10 @@ def _find_certificate(
 
     Raises JoinRefused if another member has the name, the role or the address.
     """
-    before, key_bytes = _find_registered(config, role, member.name), joining.public_bytes(key)
+    before, key_bytes = _find_registered(config, role, member.name), joining.encode_public_key(key)
     kept = registry.read_certificate(member.name)
     if before is not None and before.fingerprint:
-        if kept is None or joining.key_in_certificate(kept) != key_bytes:
+        if kept is None or joining.extract_key(kept) != key_bytes:
             raise JoinRefused(
                 f"{member.name} is a member of {config.id} already, with another key: choose "
                 f"another name with --name, or first `collapipe cluster remove {member.name}`"
@@ -240,7 +240,7 @@ class JoiningService(Server):
                 f"too many attempts were refused: try again in {WITHIN_S:g} s",
             )
         try:
-            request = decode_message(joining.JoinRequest, only_message(messages, context))
+            request = decode_message(joining.JoinRequest, take_message(messages, context))
             answer = admit(self._registry, request)
         except JoinRefused as error:
             self._refuse(context, host, grpc.StatusCode.FAILED_PRECONDITION, str(error))

@@ -36,7 +36,7 @@ from collapipe_flwr.simulation.devices import device_preset
 from collapipe_flwr.transport import joining
 from collapipe_flwr.transport.connection import Connection
 from collapipe_flwr.transport.roster import check_roster
-from collapipe_flwr.transport.tls import check_validity, fingerprint, validity_of
+from collapipe_flwr.transport.tls import check_validity, fingerprint, read_validity
 
 PORTS = {Role.DEVICE: 50071, Role.EDGE: 50061, Role.CONTROL_UNIT: 50060, Role.SERVER: 8000}
 _DEADLINE_S = 20.0
@@ -136,7 +136,7 @@ def find_membership(newcomer: Newcomer, pin: bytes) -> Membership | None:
     if not certificate.exists():
         return None
     pem = certificate.read_bytes()
-    shown, ends = fingerprint(pem), validity_of(pem)[1]
+    shown, ends = fingerprint(pem), read_validity(pem)[1]
     if ends < datetime.now(UTC):
         return None
     for path in sorted(newcomer.folder.glob("*.toml")):
@@ -181,11 +181,11 @@ def join(
     own_folder(newcomer.ca.parent, "--folder")
     check_validity("of the control unit's CA", ca_pem, datetime.now(UTC))
     write_file(newcomer.ca, lambda path: path.write_bytes(ca_pem))
-    key = joining.own_key(newcomer.own("key"))
+    key = joining.load_or_make_key(newcomer.own("key"))
     request = joining.JoinRequest(
         secret=token.secret.hex(),
         name=newcomer.name,
-        request_pem=joining.request_for(newcomer.name, key),
+        request_pem=joining.make_request(newcomer.name, key),
         unix_s=time.time(),
         address=newcomer.address,
         dials=newcomer.dials,
@@ -203,19 +203,19 @@ def join(
             connection.call(joining.JOIN, replace(request, only_asks=True))
             request = _with_figures(request, measure(newcomer.name))
         answer = connection.call(joining.JOIN, request, joining.JoinAnswer)
-    own = joining.public_bytes(key.public_key())
+    own = joining.encode_public_key(key.public_key())
     joining.check_signed(answer.certificate_pem, newcomer.name, own, ca_pem)
     check_roster(answer.roster, newcomer.ca)
     return _settle(newcomer, answer)
 
 
 def _fetch_ca(address: str, pin: bytes, patience_s: float, say: Callable[[str], object]) -> bytes:
-    """Fetch the CA as `joining.pinned_ca` does, from a control unit that may just be starting."""
+    """Fetch the CA by `joining.fetch_pinned_ca` from a control unit that may just be starting."""
     until_s = time.monotonic() + patience_s
     told = False
     while True:
         try:
-            return joining.pinned_ca(address, pin, _DEADLINE_S)
+            return joining.fetch_pinned_ca(address, pin, _DEADLINE_S)
         except Unreachable as error:
             starts = isinstance(error.__cause__, ConnectionRefusedError)
             if not starts or time.monotonic() >= until_s:

@@ -40,11 +40,11 @@ from collapipe_flwr.transport.certificates import (
     Authority,
     check_names,
     is_ip_address,
-    names_in,
+    list_names,
 )
-from collapipe_flwr.transport.joining import keys_in_certificates
-from collapipe_flwr.transport.roster import Roster, signed_roster
-from collapipe_flwr.transport.tls import fingerprint, is_due, validity_of
+from collapipe_flwr.transport.joining import extract_keys
+from collapipe_flwr.transport.roster import Roster, sign_roster
+from collapipe_flwr.transport.tls import fingerprint, is_due, read_validity
 
 SHARED = (Role.EDGE, Role.SERVER)  # of all clusters of a folder
 _SINGLE = (Role.CONTROL_UNIT, *SHARED)
@@ -188,7 +188,7 @@ class Registry:
         for role in _SINGLE:
             config = self._settle(config, role, known, elsewhere)
         if config.joining:
-            Authority(self.certs).member(SERVICE_NAME)
+            Authority(self.certs).issue(SERVICE_NAME)
         config = self._write(config)
         here = (self.certs / f"{config.edge.name}.key").exists()
         if here and not self.edge_folder.exists():
@@ -224,7 +224,7 @@ class Registry:
             return _set_member(config, role, replace(member, address="", fingerprint=""))
         hosts = list_hosts(member, role)
         self._check_names(member.name, hosts)
-        files = Authority(self.certs).member(member.name, hosts)
+        files = Authority(self.certs).issue(member.name, hosts)
         assert files.certificate is not None
         shown = fingerprint(files.certificate.read_bytes())
         return _set_member(config, role, replace(member, fingerprint=shown))
@@ -237,7 +237,7 @@ class Registry:
     def certify(self, name: str, hosts: tuple[str, ...], key: ec.EllipticCurvePublicKey) -> bytes:
         """Sign for a key on another machine; raises ConfigError as `check_names`."""
         self._check_names(name, hosts)
-        return Authority(self.certs).answer(name, hosts, key)
+        return Authority(self.certs).certify_key(name, hosts, key)
 
     def renew(self, now: datetime) -> list[str]:
         """Sign certificates anew that are about to end; return a sentence each. Under the lock.
@@ -265,7 +265,7 @@ class Registry:
         if pem is None or (fingerprint(pem) == member.fingerprint and not is_due(pem, now)):
             return []
         here = (self.certs / f"{member.name}.key").exists()
-        if validity_of(pem)[1] <= now or (role is Role.SERVER and not here):
+        if read_validity(pem)[1] <= now or (role is Role.SERVER and not here):
             again = "let it join again by a new token"
             return [f"the certificate of {member.name} {_say_end(pem)}: {again}"]
         if fingerprint(pem) == member.fingerprint:
@@ -285,7 +285,7 @@ class Registry:
                 f"a member cannot be called {name!r}, an address where it could pass as another: "
                 "choose another name"
             )
-        signed = names_in(self.certs) if self.certs.is_dir() else {}
+        signed = list_names(self.certs) if self.certs.is_dir() else {}
         check_names({name: hosts}, {n: h for n, h in signed.items() if n != name})
 
     def admit(self, config: ClusterConfig, role: Role, member: MemberConfig) -> ClusterConfig:
@@ -326,7 +326,7 @@ class Registry:
     def was_removed(self, name: str, key_bytes: bytes) -> bool:
         """Return whether a member of that name was removed with this key."""
         path = self.certs / f"{name}.removed"
-        return path.exists() and key_bytes in keys_in_certificates(path.read_bytes())
+        return path.exists() and key_bytes in extract_keys(path.read_bytes())
 
     def void_expired(self) -> None:
         """Make tokens whose time is over worthless, also by a clock that is put back later."""
@@ -337,7 +337,7 @@ class Registry:
     def roster(self, config: ClusterConfig) -> Roster:
         elsewhere, measured = bool(config.joining), config.measured
         figures = measured.read_text() if elsewhere and measured and measured.exists() else ""
-        return signed_roster(format_cluster(config), Authority(self.certs).sign, figures)
+        return sign_roster(format_cluster(config), Authority(self.certs).sign, figures)
 
     def issue_service_files(self) -> TlsFiles:
         """Issue the joining service a new certificate with its CA, which newcomers know by its pin.
@@ -346,7 +346,7 @@ class Registry:
 
         With it one can ask members for their status, and nothing else.
         """
-        files = Authority(self.certs).member(SERVICE_NAME)
+        files = Authority(self.certs).issue(SERVICE_NAME)
         assert files.certificate is not None
         chain = self.certs / f"{SERVICE_NAME}.chain"
         write_text(chain, files.certificate.read_text() + self.ca.read_text())
@@ -417,7 +417,7 @@ def list_hosts(member: MemberConfig, role: Role = Role.DEVICE) -> tuple[str, ...
 
 
 def _say_end(pem: bytes) -> str:
-    return f"ends on {validity_of(pem)[1]:%Y-%m-%d}"
+    return f"ends on {read_validity(pem)[1]:%Y-%m-%d}"
 
 
 def _set_member(config: ClusterConfig, role: Role, member: MemberConfig) -> ClusterConfig:

@@ -1,6 +1,6 @@
-"""Authorizes calls: the name that a certificate proves, its role, and its calls at once.
+"""Authorization of calls by the name in a certificate, its role, and the number of its calls.
 
-All of this is checked before a byte of the call's messages is read.
+Everything is checked before a byte of the call's messages is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COMMON_NAME, _CERTIFICATE = "x509_common_name", "x509_pem_cert"
 MOST_AT_ONCE = {"transfers": 2, "streams": 16, "texts": 16, "calls": 8, "rosters": 2}
 
 
-def peer_fingerprint(context: grpc.ServicerContext) -> str:
+def read_fingerprint(context: grpc.ServicerContext) -> str:
     """Return the SHA-256 of the caller's certificate; empty without one."""
     found = tuple(context.auth_context().get(_CERTIFICATE, ()))
     return _fingerprint(found[0]) if found else ""
@@ -34,9 +34,10 @@ _fingerprint = lru_cache(maxsize=256)(fingerprint)
 
 
 class Authorizer:
-    """Admits calls of the members of an access control, by their roles and up to so many at once.
+    """Admits calls of the members in an access control, by role and up to `MOST_AT_ONCE` at once.
 
-    Without one, all whom the CA signed may do everything, and on plain text everybody.
+    Without an access control everybody whom the CA signed may do everything, and anybody on plain
+    text.
     """
 
     def __init__(self, access: AccessControl | None, *, on_edge: bool) -> None:
@@ -50,8 +51,8 @@ class Authorizer:
     def admit(self, context: grpc.ServicerContext, method: Method) -> Iterator[Caller | None]:
         """Yield the caller (None: anonymous) while its call runs.
 
-        Ends the call as UNAUTHENTICATED for a stranger or a wrong role, as RESOURCE_EXHAUSTED
-        for one call too many at once.
+        Ends the call with UNAUTHENTICATED for a stranger or a wrong role, and with
+        RESOURCE_EXHAUSTED for a call beyond the limit.
         """
         caller = self._identify(context, method)
         if caller is not None and not caller.may_call(method.name, on_edge=self._on_edge):
@@ -63,7 +64,7 @@ class Authorizer:
             yield caller
 
     def replace(self, access: AccessControl) -> list[grpc.ServicerContext]:
-        """Apply another access control; return the calls under way of callers not in it."""
+        """Apply another access control; return the running calls of callers that it lacks."""
         with self._lock:
             self._access = access
             calls = list(self._calls.items())
@@ -72,9 +73,9 @@ class Authorizer:
     def _identify(self, context: grpc.ServicerContext, method: Method) -> Caller | None:
         """Find the caller by its certificate's common name; None without a certificate.
 
-        Alternative names do not count: they say where its bearer is reached, and an address or host
-        name may once have been, or be called like, another member. A control unit brings a roster
-        with a certificate that the older one does not list.
+        Alternative names do not count: they are addresses and host names, which may equal the name
+        of another member, or have belonged to one. A control unit may send a roster with a
+        certificate that the roster in force does not list.
         """
         found = tuple(context.auth_context().get(_COMMON_NAME, ()))
         name = found[0].decode("utf-8", "replace") if found else None
@@ -89,7 +90,7 @@ class Authorizer:
             shown = "no name at all" if name is None else name[:80]
             _refuse(context, f"the peer's certificate names {shown}, which is no member here")
         renews = method is ROSTER and caller.role is Role.CONTROL_UNIT
-        if not (renews or caller.may_show(peer_fingerprint(context))):
+        if not (renews or caller.may_show(read_fingerprint(context))):
             _refuse(
                 context,
                 f"the peer's certificate names {caller.name}, which is a member here, but it is "
@@ -105,7 +106,7 @@ class Authorizer:
         if caller is None:
             yield
             return
-        name, shown, kind = caller.name, peer_fingerprint(context), method.counts_as
+        name, shown, kind = caller.name, read_fingerprint(context), method.counts_as
         with self._lock:
             if self._counts[name, kind] >= MOST_AT_ONCE[kind]:
                 said = f"{name} has {MOST_AT_ONCE[kind]} {kind} under way, its limit here"

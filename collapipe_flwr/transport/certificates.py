@@ -2,8 +2,8 @@
 
 A certificate has its member's name as common name, which identifies a caller (`authorizer`), and
 again among its alternative names with its hosts, which identify a server: a client looks for the
-host that it wants among all names of the certificate, ignoring case and a final dot. So no
-machine's host may have the name of another member. Keys are readable by their owner only.
+wanted host among all names of the certificate, ignoring case and a final dot. So no machine's host
+may have the name of another member. Keys are readable by their owner only.
 """
 
 from __future__ import annotations
@@ -36,48 +36,48 @@ Hosts = Mapping[str, Iterable[str]]
 
 
 class Authority:
-    """Signs into ``folder``, by the CA there; without one, or for a ``new_ca``, it makes one.
+    """The CA in ``folder``, which is made if it is missing or a ``new_ca`` is wanted.
 
-    A new CA makes all older certificates worthless. Raises ConfigError when the CA's key is not
-    there, and where the clock is wrong, which dates what is signed.
+    A new CA makes all older certificates worthless. Raises ConfigError when the CA's key is
+    missing, and when the clock, which dates certificates, is wrong.
     """
 
     def __init__(self, folder: Path, *, days: int = 825, new_ca: bool = False) -> None:
         _check_clock()
         self.folder = own_folder(folder, "the folder")
-        self.ca, key_path = self.pair(AUTHORITY)
+        self.ca, key_path = self.locate_pair(AUTHORITY)
         self._days = days
         if new_ca or not (self.ca.exists() or key_path.exists()):
             self._make_ca()
         else:
             self._key, self._name = _read_ca(self.ca, key_path)
 
-    def member(self, name: str, hosts: Iterable[str] = ()) -> TlsFiles:
+    def issue(self, name: str, hosts: Iterable[str] = ()) -> TlsFiles:
         """Make a certificate for ``name``, valid for these host names and IP addresses too."""
         key = ec.generate_private_key(ec.SECP256R1())
-        self._write(name, self._member(name, hosts, key.public_key()), key)
-        return self.files(name)
+        self._write(name, self._build(name, hosts, key.public_key()), key)
+        return self.locate_files(name)
 
-    def answer(self, name: str, hosts: Iterable[str], key: ec.EllipticCurvePublicKey) -> bytes:
-        """Certify in PEM a key that stays where it was made; a copy is kept here."""
-        signed = self._member(name, hosts, key).sign(self._key, hashes.SHA256())
+    def certify_key(self, name: str, hosts: Iterable[str], key: ec.EllipticCurvePublicKey) -> bytes:
+        """Certify a key in PEM, whose private half stays where it was made; a copy is kept here."""
+        signed = self._build(name, hosts, key).sign(self._key, hashes.SHA256())
         pem = signed.public_bytes(serialization.Encoding.PEM)
-        write_file(self.pair(name)[0], lambda path: path.write_bytes(pem))
+        write_file(self.locate_pair(name)[0], lambda path: path.write_bytes(pem))
         return pem
 
     def sign(self, data: bytes) -> bytes:
         """Sign by the CA's key; members verify it."""
         return self._key.sign(data, ec.ECDSA(hashes.SHA256()))
 
-    def _member(
+    def _build(
         self, name: str, hosts: Iterable[str], key: ec.EllipticCurvePublicKey
     ) -> x509.CertificateBuilder:
         names = [
-            x509.IPAddress(address) if (address := _address(host)) else x509.DNSName(host)
+            x509.IPAddress(address) if (address := _parse_address(host)) else x509.DNSName(host)
             for host in dict.fromkeys((name, *hosts))
         ]
         return (
-            self._builder(_subject(name), key, self._days)
+            self._begin(_make_subject(name), key, self._days)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.ExtendedKeyUsage(_USES), critical=False)
@@ -85,7 +85,7 @@ class Authority:
 
     def check(self, name: str) -> None:
         """Raise ConfigError when a member's files are not a pair that this CA signed."""
-        path, key = self.pair(name)
+        path, key = self.locate_pair(name)
         way_out = f"make both anew with --renew, and bring them to {name}"
         check_pair(path, key, way_out)
         try:
@@ -96,17 +96,17 @@ class Authority:
         except (ValueError, TypeError, InvalidSignature) as error:
             raise ConfigError(f"{path} was not signed by {self.ca}: {way_out}") from error
 
-    def pair(self, name: str) -> tuple[Path, Path]:
+    def locate_pair(self, name: str) -> tuple[Path, Path]:
         """Return the paths of a member's certificate and key."""
         return self.folder / f"{name}.pem", self.folder / f"{name}.key"
 
-    def files(self, name: str) -> TlsFiles:
-        certificate, key = self.pair(name)
+    def locate_files(self, name: str) -> TlsFiles:
+        certificate, key = self.locate_pair(name)
         return TlsFiles(ca=self.ca, certificate=certificate, key=key)
 
     def _make_ca(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = _subject(f"CollaPipe CA {x509.random_serial_number() % 10**6:06d}")
+        self._name = _make_subject(f"CollaPipe CA {x509.random_serial_number() % 10**6:06d}")
         usage = x509.KeyUsage(
             digital_signature=True,
             key_cert_sign=True,
@@ -119,7 +119,7 @@ class Authority:
             decipher_only=False,
         )
         builder = (
-            self._builder(self._name, self._key.public_key(), max(self._days, _CA_DAYS))
+            self._begin(self._name, self._key.public_key(), max(self._days, _CA_DAYS))
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(usage, critical=True)
         )
@@ -133,10 +133,10 @@ class Authority:
         private = serialization.PrivateFormat.PKCS8
         key_pem = key.private_bytes(pem, private, serialization.NoEncryption())
         signed = builder.sign(self._key, hashes.SHA256())
-        certificate_path, key_path = self.pair(name)
+        certificate_path, key_path = self.locate_pair(name)
         replace_pair(key_path, key_pem, certificate_path, signed.public_bytes(pem))
 
-    def _builder(
+    def _begin(
         self, subject: x509.Name, public_key: ec.EllipticCurvePublicKey, days: int
     ) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
@@ -161,34 +161,34 @@ def sign_all(
 ) -> dict[str, TlsFiles]:
     """Make the missing certificates of ``members`` (name to hosts), and return those.
 
-    With ``renew``, or a ``new_ca``, all are made anew. Raises ConfigError for names by which one
-    member could pass as another, and for files that are no pair, or not of this CA.
+    With ``renew`` or ``new_ca`` all are replaced. Raises ConfigError for names by which one member
+    could pass as another, and for files that are no pair or not of this CA.
     """
     anew = renew or new_ca
-    signed = {} if new_ca else names_in(folder)
+    signed = {} if new_ca else list_names(folder)
     check_names(members, {n: h for n, h in signed.items() if not (renew and n in members)})
     authority = Authority(folder, days=days, new_ca=new_ca)
     wanted = {
         name: hosts
         for name, hosts in members.items()
-        if anew or not all(path.exists() for path in authority.pair(name))
+        if anew or not all(path.exists() for path in authority.locate_pair(name))
     }
     for name in members.keys() - wanted.keys():
         authority.check(name)
-    return {name: authority.member(name, hosts) for name, hosts in wanted.items()}
+    return {name: authority.issue(name, hosts) for name, hosts in wanted.items()}
 
 
 def check_names(members: Hosts, signed: Hosts) -> None:
-    """Check ``members`` (name to hosts), which are to be signed, against those that are.
+    """Check ``members`` (name to hosts), to be signed, against those that are ``signed`` already.
 
-    Raises ConfigError when two cannot be told apart, or when one could pass as another.
+    Raises ConfigError when two names cannot be told apart, or when one could pass as another.
     """
     for name, hosts in members.items():
         if not MEMBER_NAME.holds(name) or name.casefold() == AUTHORITY:
             what = f"{MEMBER_NAME.says}, and not {AUTHORITY!r}, whose files are the CA's own"
             raise ConfigError(f"a member cannot be called {name[:80]!r}: its name {what}")
         for host in hosts:
-            if _address(host) is None and (is_slip(host) or not _HOST.fullmatch(host)):
+            if _parse_address(host) is None and (is_slip(host) or not _HOST.fullmatch(host)):
                 raise ConfigError(
                     f"{name} is reached at {host[:80]!r}: give an IP address or a host name"
                 )
@@ -198,15 +198,15 @@ def check_names(members: Hosts, signed: Hosts) -> None:
         if other != name:
             raise ConfigError(
                 f"the names {other!r} and {name!r} cannot be told apart in certificates and on "
-                "every disk: call one of these members otherwise"
+                "every disk: rename one of these members"
             )
     for name, hosts in members.items():
         for host in hosts:
             if bearers.get(_normalize(host), name) != name:
                 raise ConfigError(
-                    f"{name} is reached at {host!r}, and another member is called so, as whom it "
-                    f"would pass: reach {name} by its IP address or another host name, or call "
-                    "that member otherwise"
+                    f"{name} is reached at {host!r}, which is the name of another member, so it "
+                    f"would pass as that one: reach {name} by its IP address or another host name, "
+                    "or rename that member"
                 )
     for name, hosts in signed.items():
         for host in hosts:
@@ -214,22 +214,22 @@ def check_names(members: Hosts, signed: Hosts) -> None:
             if bearer != name and bearer in members:
                 raise ConfigError(
                     f"{name}.pem, which was signed here, is valid for the host {host!r}: its "
-                    f"holder would pass as {bearer}; call that member otherwise, or make a new CA "
-                    "with --new-ca"
+                    f"holder would pass as {bearer}; rename that member, or make a new CA with "
+                    "--new-ca"
                 )
 
 
-def names_in(folder: Path) -> dict[str, tuple[str, ...]]:
+def list_names(folder: Path) -> dict[str, tuple[str, ...]]:
     """Return the members with a certificate in a folder, and the hosts it is valid for."""
     paths = (path for path in sorted(folder.glob("*.pem")) if path.stem != AUTHORITY)
-    return {path.stem: hosts for path in paths if (hosts := _hosts_in(path)) is not None}
+    return {path.stem: hosts for path in paths if (hosts := _read_hosts(path)) is not None}
 
 
 def replace_pair(key: Path, key_pem: bytes, certificate: Path, certificate_pem: bytes) -> None:
-    """Replace both files; only its owner can ever read the key. Raises OSError.
+    """Replace both files; the key is readable by its owner only. Raises OSError.
 
-    Both are complete on disk before the first of them is renamed, so that a crash leaves the old
-    pair, the new pair, or two halves that do not fit, which `check_pair` finds.
+    Both are complete on disk before the first of them is renamed. So a crash leaves the old pair,
+    the new pair, or two files that do not belong together, which `check_pair` finds.
     """
     with draft(key) as new_key, draft(certificate) as new_certificate:
         new_key.touch(0o600)
@@ -242,7 +242,7 @@ def replace_pair(key: Path, key_pem: bytes, certificate: Path, certificate_pem: 
 
 
 def _check_clock() -> None:
-    """Raise ConfigError before the time of this program, as on a board without a battery."""
+    """Raise ConfigError if the clock is before this program was written, as without a battery."""
     now = datetime.datetime.now(datetime.UTC)
     if now < _BEFORE_THIS:
         raise ConfigError(
@@ -251,7 +251,7 @@ def _check_clock() -> None:
         )
 
 
-def _subject(name: str) -> x509.Name:
+def _make_subject(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
 
 
@@ -274,24 +274,24 @@ def _read_ca(certificate: Path, key: Path) -> tuple[ec.EllipticCurvePrivateKey, 
 
 
 def _normalize(host: str) -> str:
-    """Return a form that is equal for hosts that are the same for a client."""
-    address = _address(host)
+    """Return one form for all spellings of a host that a client treats as the same."""
+    address = _parse_address(host)
     return host.casefold().rstrip(".") if address is None else str(address)
 
 
 def is_ip_address(name: str) -> bool:
     """Return whether a certificate would name it as an IP address."""
-    return _address(name) is not None
+    return _parse_address(name) is not None
 
 
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(host.strip("[]"))
     except ValueError:
         return None
 
 
-def _hosts_in(path: Path) -> tuple[str, ...] | None:
+def _read_hosts(path: Path) -> tuple[str, ...] | None:
     """Read the hosts of a certificate; None for a file that is no certificate."""
     try:
         pem = path.read_bytes()

@@ -31,7 +31,7 @@ from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.connection import Answer, Connection
 from collapipe_flwr.transport.methods import HostStatus, Metadata, Method, ProbeAnswer, ProbeRequest
 from collapipe_flwr.transport.stream import StreamLink
-from collapipe_flwr.transport.weights import gather_each, gather_weights, weight_frames
+from collapipe_flwr.transport.weights import cut_weights, gather_each, gather_weights
 
 _WAKE_S = 120.0  # for a board that loads its libraries with the first session
 _DRAIN_S = 60.0  # for the host to finish what it has, when a stream is closed in good order
@@ -45,10 +45,10 @@ _LEAST_CARRYING = 0.1  # of the time of a full echo
 
 
 class HostClient(Connection):
-    """What a host does besides its sessions; see `Connection` for deadlines and errors."""
+    """The calls of a host besides those of its sessions; see `Connection` for deadlines."""
 
     @classmethod
-    def to(cls, hop: NextHop, tls: TlsFiles | None, *, deadline_s: float = 0.0) -> HostClient:
+    def from_hop(cls, hop: NextHop, tls: TlsFiles | None, *, deadline_s: float = 0.0) -> HostClient:
         """Make a client of the host of ``hop``, which its heartbeat watches."""
         return cls(
             hop.address,
@@ -64,21 +64,21 @@ class HostClient(Connection):
         within_s = max(self.deadline_s, _WAKE_S)
         version = ((methods.VERSION_KEY, own_version()),)
         self.call(methods.OPEN_SESSION, request, metadata=version, within_s=within_s)
-        return self.session(request.key)
+        return self.get_session(request.key)
 
-    def session(self, key: SessionKey) -> RemoteSession:
-        """Return the session with this key, which is open already."""
+    def get_session(self, key: SessionKey) -> RemoteSession:
+        """Return the open session with this key; nothing is sent."""
         return RemoteSession(self, key)
 
-    def health(self) -> Health:
+    def ask_health(self) -> Health:
         """Ask for the load of the host; it may load its libraries first."""
         return self.call(methods.HEALTH, answer=Health)
 
-    def progress(self, *, within_s: float) -> dict[str, PassesDone]:
+    def ask_progress(self, *, within_s: float) -> dict[str, PassesDone]:
         """Ask for the micro-batches done for each cluster's newest order, also within a step."""
         return self.call(methods.PROGRESS, answer=dict[str, PassesDone], within_s=within_s)
 
-    def status(self) -> HostStatus:
+    def ask_status(self) -> HostStatus:
         """Ask for memory and clock of the host, which loads nothing to answer."""
         return self.call(methods.STATUS, answer=HostStatus)
 
@@ -92,7 +92,7 @@ class HostClient(Connection):
 
     def echo(self, payload: bytes = b"") -> None:
         """Send bytes, and wait for the empty answer."""
-        self.attempt(lambda: methods.ECHO.on(self.channel)(payload, timeout=self.deadline_s))
+        self.attempt(lambda: methods.ECHO.bind(self.channel)(payload, timeout=self.deadline_s))
 
     def measure_way(self, payload_bytes: int) -> ProbeAnswer:
         """Measure rate and delay by the median of a few echoes; of fewer bytes on slow links."""
@@ -111,7 +111,7 @@ class HostClient(Connection):
         if seconds(size, echoes=1) * payload_bytes / size < _LONG_S:
             size = payload_bytes
         full_s = seconds(size)
-        # On a busy machine, empty echoes may take as long: most of the time is not taken for delay.
+        # On a busy machine, empty echoes may take as long: a part always counts as carrying.
         carried_s = max(full_s - empty_s, _LEAST_CARRYING * full_s)
         return ProbeAnswer(rate_bit_per_s=8 * size / carried_s, delay_s=empty_s / 2)
 
@@ -129,14 +129,14 @@ class RemoteSession:
 
         def frames() -> Iterator[bytes]:
             try:
-                yield from (encode_frame(frame) for frame in weight_frames(weights))
-            except Exception as error:  # of this side, which gRPC would not tell
+                yield from (encode_frame(frame) for frame in cut_weights(weights))
+            except Exception as error:  # of this side; gRPC would hide it
                 own.append(error)
                 raise
 
         try:
             client.attempt(
-                lambda: methods.PUSH_WEIGHTS.on(client.channel)(
+                lambda: methods.PUSH_WEIGHTS.bind(client.channel)(
                     frames(), timeout=client.transfer_s, metadata=self._metadata
                 )
             )
@@ -148,16 +148,16 @@ class RemoteSession:
     def push_missing(self, tensors: Mapping[str, Tensor]) -> TransferStats:
         """Set the weights; those that the host kept from its last session do not travel."""
         digests, sizes = _digest_all(tensors)
-        pushed = [key for key in self.missing(digests) if key in tensors]
+        pushed = [key for key in self.ask_missing(digests) if key in tensors]
         self.push_weights(LazyMapping.join(tensors).select(pushed))
         sent_bytes = sum(sizes[key] for key in pushed)
         return TransferStats(sent_bytes=sent_bytes, spared_bytes=sum(sizes.values()) - sent_bytes)
 
     def fetch_weights(self, *, with_optimizer: bool = False) -> dict[str, Tensor]:
-        """Fetch the weights of the session's part now, with optimizer slots where asked for."""
+        """Fetch the current weights of the session's part, on request with optimizer slots."""
 
         def fetch() -> dict[str, Tensor]:
-            return gather_weights(self._answers(with_optimizer, None), _MOST_BYTES)
+            return gather_weights(self._fetch_frames(with_optimizer, None), _MOST_BYTES)
 
         return self.client.attempt_patiently(fetch)
 
@@ -168,11 +168,11 @@ class RemoteSession:
         with_optimizer: bool = False,
         turn: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it holds nothing
     ) -> tuple[LazyMapping[Tensor], TransferStats]:
-        """Fetch the weights that differ from ``known``; the others are taken from there.
+        """Fetch the weights that differ from ``known``, and take the others from there.
 
-        The latter, within ``turn``, are stored in a file as soon as they arrive.
+        Fetched weights are stored in a file as they arrive, within the body of ``turn``.
         """
-        theirs = self.digests(with_optimizer=with_optimizer)
+        theirs = self.ask_digests(with_optimizer=with_optimizer)
         ours = LazyMapping.join(known).select(key for key in theirs if key in known and theirs[key])
         digests, sizes = _digest_all(ours)
         changed = tuple(key for key, digest in theirs.items() if digests.get(key) != digest)
@@ -185,7 +185,7 @@ class RemoteSession:
                 readers[key] = stow.put(tensor)
 
             gather_each(
-                self._answers(with_optimizer, changed), _MOST_BYTES, take, came_bytes.append
+                self._fetch_frames(with_optimizer, changed), _MOST_BYTES, take, came_bytes.append
             )
             return LazyMapping(readers), sum(came_bytes)
 
@@ -198,22 +198,22 @@ class RemoteSession:
         )
         return LazyMapping.join(ours.select(same), fetched).select(theirs), stats
 
-    def missing(self, digests: Mapping[str, str]) -> tuple[str, ...]:
+    def ask_missing(self, digests: Mapping[str, str]) -> tuple[str, ...]:
         """Ask for the keys of the weights that a push must bring; the host kept the others."""
         within_s = self.client.transfer_s  # the host reads all weights
         return self._call(methods.MISSING, digests, tuple[str, ...], within_s=within_s)
 
-    def digests(self, *, with_optimizer: bool = False) -> dict[str, str]:
+    def ask_digests(self, *, with_optimizer: bool = False) -> dict[str, str]:
         """Ask for digests of what `fetch_weights` would bring, "" for what has changed."""
         within_s = self.client.transfer_s  # the host reads all weights
         return self._call(methods.DIGESTS, with_optimizer, dict[str, str], within_s=within_s)
 
     def report(self) -> StageMeasurement:
-        """Ask what the session measured over all steps that count; see `HostService.report`."""
+        """Ask for the session's measurements; see `HostService.report`."""
         return self._call(methods.REPORT, None, StageMeasurement, patiently=True)
 
     def close(self, *, within_s: float | None = None) -> None:
-        """Free everything that the session holds."""
+        """Close the session, which frees its memory on the host."""
         self._call(methods.CLOSE_SESSION, within_s=within_s)
 
     @contextmanager
@@ -256,16 +256,16 @@ class RemoteSession:
             stream_id=request.stream_id,
         )
         metadata = (*self._metadata, (methods.STREAM_KEY, to_json(request)))
-        call = methods.STREAM.on(client.channel)(stream.encode_outgoing(), metadata=metadata)
+        call = methods.STREAM.bind(client.channel)(stream.encode_outgoing(), metadata=metadata)
         reader = threading.Thread(target=read, name="reader", daemon=True)
         reader.start()
         self._await_hello(stream)
         return stream
 
-    def _answers(self, with_optimizer: bool, keys: tuple[str, ...] | None) -> Iterator[Frame]:
+    def _fetch_frames(self, with_optimizer: bool, keys: tuple[str, ...] | None) -> Iterator[Frame]:
         """Yield the frames of these weights."""
         request = methods.FetchRequest(keys=keys, with_optimizer=with_optimizer)
-        answers = methods.FETCH_WEIGHTS.on(self.client.channel)(
+        answers = methods.FETCH_WEIGHTS.bind(self.client.channel)(
             methods.encode_message(request), timeout=self.client.transfer_s, metadata=self._metadata
         )
         return (decode_frame(answer) for answer in answers)
@@ -301,8 +301,8 @@ class Dialer:
     def __call__(self, hop: NextHop) -> Iterator[Link]:
         """Yield the link to the next host. Raises LinkError when it refuses."""
         with (
-            HostClient.to(hop, self.tls) as client,
-            client.session(hop.key).connect(hop.link, name=self.name) as link,
+            HostClient.from_hop(hop, self.tls) as client,
+            client.get_session(hop.key).connect(hop.link, name=self.name) as link,
         ):
             yield link
 

@@ -1,12 +1,12 @@
-"""Frames as bytes: a small header, then the tensors: exact, in halves, or in blocks of 8 or 4 bits.
+"""Frames as bytes: a small header, then tensors, exact, in half precision, or in 8 or 4 bits.
 
     "CPF1" | header length (uint32, little endian) | header | padding to 16 | tensor | padding ...
 
-The header is two lines of JSON: what differs from frame to frame, and which tensors follow. The
-second is the same in every micro-batch, so its encoding and decoding are cached.
+The header is two lines of JSON: the fields of the frame, and the list of its tensors. The second is
+the same in every micro-batch, so its encoding and decoding are cached.
 
-No pickle and no protobuf around tensors. What a peer sends is checked against the header, and the
-header against the limits, before anything is allocated.
+Neither pickle nor protobuf is used. A frame is checked against its header, and the header against
+the limits, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collapipe_flwr.transport.methods import LIMITS, FrameLimits, decode_message
 _MAGIC = b"CPF1"
 _PREFIX = struct.Struct("<4sI")
 _ALIGN = 16
-_REMEMBERED = 32  # lists of tensors, each of at most ``FrameLimits.header_bytes`` each
+_REMEMBERED = 32  # lists of tensors, of at most ``FrameLimits.header_bytes`` each
 _NAMES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -64,21 +64,21 @@ class WireCodec:
 def _pack_halves(tensor: Tensor) -> memoryview:
     """Write half precision, scaled per tensor by a power of two to make full use of its range.
 
-    Half precision alone ends at 65504 and loses what is below 6e-8, and gradients of a mean over
+    Half precision alone ends at 65504 and loses numbers below 6e-8, and gradients of a mean over
     many labels are that small. Scaled, a number keeps its 11 bits down to 2^-28 of the largest one
-    and vanishes below 2^-39 of it. A tensor with an infinity or NaN is written as it is, so that an
+    and vanishes below 2^-39 of it. A tensor with an infinity or NaN is not scaled, so that an
     overflow stays visible.
     """
     flat = tensor.reshape(-1).to(torch.float32)
     if not flat.numel():
         return memoryview(b"")
     low, high = torch.aminmax(flat)
-    unit = torch.tensor([_unit_of(float(torch.maximum(high, -low)))])
+    unit = torch.tensor([_choose_unit(float(torch.maximum(high, -low)))])
     return memoryview(b"".join((view_bytes(unit), view_bytes((flat / unit).to(torch.float16)))))
 
 
 def _unpack_halves(raw: bytearray, dtype: torch.dtype) -> Tensor:
-    unit, halves = _flat(raw[:4], torch.float32), _flat(raw[4:], torch.float16)
+    unit, halves = _read_flat(raw[:4], torch.float32), _read_flat(raw[4:], torch.float16)
     return (halves.to(torch.float32) * unit).to(dtype)
 
 
@@ -89,7 +89,7 @@ def _pack_int8(tensor: Tensor) -> memoryview:
     an infinity or NaN arrives as NaN, so that an overflow stays visible.
     """
     flat = tensor.reshape(-1).to(torch.float32)
-    blocks = _blocks(flat, _BLOCK)
+    blocks = _cut_blocks(flat, _BLOCK)
     largest = torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True))
     scale = largest / 127
     inverse = torch.where(scale > _SMALLEST, 1 / scale, 0.0)  # NaN and infinity give NaN or 0
@@ -99,9 +99,12 @@ def _pack_int8(tensor: Tensor) -> memoryview:
 
 def _unpack_int8(raw: bytearray, dtype: torch.dtype) -> Tensor:
     blocks = -(-len(raw) // (_BLOCK + 4))
-    scale, steps = _flat(raw[: 4 * blocks], torch.float32), _flat(raw[4 * blocks :], torch.int8)
+    scale, steps = (
+        _read_flat(raw[: 4 * blocks], torch.float32),
+        _read_flat(raw[4 * blocks :], torch.int8),
+    )
     scale = torch.where(scale.isfinite(), scale, torch.nan)
-    values = _blocks(steps, _BLOCK) * scale.view(-1, 1)
+    values = _cut_blocks(steps, _BLOCK) * scale.view(-1, 1)
     return values.reshape(-1)[: steps.numel()].to(dtype)
 
 
@@ -117,10 +120,10 @@ def _pack_int4(tensor: Tensor) -> memoryview:
         return memoryview(b"")
     low, high = torch.aminmax(flat)
     largest = float(torch.maximum(high, -low))
-    unit, finite = _unit_of(largest), math.isfinite(largest)
-    turn = _rotation() / unit
+    unit, finite = _choose_unit(largest), math.isfinite(largest)
+    turn = _make_rotation() / unit
     steps, codes = [], []
-    tiles = _blocks(flat, _TILE)
+    tiles = _cut_blocks(flat, _TILE)
     for start in range(0, len(tiles), _TILES_AT_A_TIME):
         turned = tiles[start : start + _TILES_AT_A_TIME] @ turn
         norm = torch.linalg.vector_norm(turned, dim=1, keepdim=True)
@@ -137,10 +140,10 @@ def _pack_int4(tensor: Tensor) -> memoryview:
 
 def _unpack_int4(raw: bytearray, dtype: torch.dtype) -> Tensor:
     tiles = len(raw) // _TILE_BYTES
-    step = _flat(raw[: 2 * tiles], torch.bfloat16).view(-1, 1).to(torch.float32)
+    step = _read_flat(raw[: 2 * tiles], torch.bfloat16).view(-1, 1).to(torch.float32)
     step = torch.where(step.isfinite(), step, torch.nan)
-    codes = _flat(raw[2 * tiles :], torch.uint8).view(-1, _TILE // 2)
-    back = _rotation().T.contiguous()
+    codes = _read_flat(raw[2 * tiles :], torch.uint8).view(-1, _TILE // 2)
+    back = _make_rotation().T.contiguous()
     found = torch.empty(tiles, _TILE)
     for start in range(0, tiles, _TILES_AT_A_TIME):
         part = slice(start, start + _TILES_AT_A_TIME)
@@ -150,10 +153,10 @@ def _unpack_int4(raw: bytearray, dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _rotation() -> Tensor:
+def _make_rotation() -> Tensor:
     """Return the orthogonal matrix of a tile: Hadamard's, with the signs of a bent function.
 
-    Those spread tiles evenly in which all elements are equal, too (Rothaus, 1976).
+    These signs also spread tiles evenly whose elements are all equal (Rothaus, 1976).
     """
     matrix = torch.ones(1, 1)
     while len(matrix) < _TILE:
@@ -162,7 +165,7 @@ def _rotation() -> Tensor:
     return signs.view(-1, 1) * matrix / math.sqrt(_TILE)
 
 
-def _unit_of(largest: float) -> float:
+def _choose_unit(largest: float) -> float:
     """Return the power of two by which a tensor with this largest magnitude is divided."""
     if not math.isfinite(largest):
         return 1.0
@@ -170,22 +173,22 @@ def _unit_of(largest: float) -> float:
     return math.ldexp(1.0, max(exponent - _HALF_TOP, _LEAST_UNIT))
 
 
-def _blocks(flat: Tensor, size: int) -> Tensor:
+def _cut_blocks(flat: Tensor, size: int) -> Tensor:
     """Cut into one block per row; the last one is padded with zeros."""
     missing = -flat.numel() % size
     full = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
     return full.view(-1, size)
 
 
-def _flat(raw: bytearray, dtype: torch.dtype) -> Tensor:
+def _read_flat(raw: bytearray, dtype: torch.dtype) -> Tensor:
     if dtype is torch.bool:  # a peer's byte may be neither 0 nor 1
-        return _flat(raw, torch.uint8) != 0
+        return _read_flat(raw, torch.uint8) != 0
     return torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
 
 
 WIRE_CODECS: Mapping[str, WireCodec] = {
     "fp32": WireCodec(  # the tensor's own type, bit by bit
-        pack=view_bytes, unpack=_flat, wire_bytes=lambda count, dtype: count * dtype.itemsize
+        pack=view_bytes, unpack=_read_flat, wire_bytes=lambda count, dtype: count * dtype.itemsize
     ),
     "fp16": WireCodec(
         pack=_pack_halves,
@@ -194,7 +197,7 @@ WIRE_CODECS: Mapping[str, WireCodec] = {
     ),
     "bf16": WireCodec(
         pack=lambda tensor: view_bytes(tensor.to(torch.bfloat16)),
-        unpack=lambda raw, dtype: _flat(raw, torch.bfloat16).to(dtype),
+        unpack=lambda raw, dtype: _read_flat(raw, torch.bfloat16).to(dtype),
         wire_bytes=lambda count, _: 2 * count,
     ),
     "int8": WireCodec(
@@ -241,45 +244,45 @@ def encode_frame(frame: Frame, codec: str = "fp32") -> bytes:
         described.append((name, _DTYPE_NAMES[tensor.dtype], tensor.shape, wire))
         chunks += [raw, b"\0" * (-len(raw) % _ALIGN)]
     fields = [int(frame.kind), frame.step, frame.micro_batch, dict(frame.scalars), frame.text]
-    header = b"%b\n%b" % (_compact.encode(fields).encode(), _tensors_line(tuple(described)))
+    header = b"%b\n%b" % (_compact.encode(fields).encode(), _encode_entries(tuple(described)))
     header += b" " * (-(_PREFIX.size + len(header)) % _ALIGN)
     return b"".join([_PREFIX.pack(_MAGIC, len(header)), header, *chunks])
 
 
 def decode_frame(data: bytes, limits: FrameLimits = LIMITS) -> Frame:
     """Decode a frame; tensors own writable memory. Raises ProtocolError on anything odd."""
-    header, start = _header(data, limits)
+    header, start = _read_header(data, limits)
     line, _, tensors_line = header.partition(b"\n")
     kind, step, micro_batch, scalars, text = decode_message(
         tuple[FrameKind, int, int, dict[str, float], str], line
     )
     if not (_is_count(step) and _is_count(micro_batch)):
         raise ProtocolError("a frame whose step or micro-batch is no number >= 0")
-    entries = _entries(tensors_line, limits)
+    entries = _read_entries(tensors_line, limits)
     if start + sum(_pad_size(entry.wire_bytes) for entry in entries) != len(data):
         raise ProtocolError(f"a frame of {len(data)} bytes, which is not what its header says")
     return Frame(
         kind=kind,
         step=step,
         micro_batch=micro_batch,
-        tensors=_tensors(memoryview(data), start, entries),
+        tensors=_read_tensors(memoryview(data), start, entries),
         scalars=scalars,
         text=text,
     )
 
 
 @lru_cache(_REMEMBERED)
-def _tensors_line(described: tuple[_Described, ...]) -> bytes:
+def _encode_entries(described: tuple[_Described, ...]) -> bytes:
     return _compact.encode(described).encode()
 
 
 @lru_cache(_REMEMBERED)
-def _entries(line: bytes, limits: FrameLimits) -> tuple[_Entry, ...]:
+def _read_entries(line: bytes, limits: FrameLimits) -> tuple[_Entry, ...]:
     """Read the tensors that a header's second line lists. Raises ProtocolError if malformed."""
     found = decode_message(tuple[_Described, ...], line)
     if len(found) > limits.tensors:
         raise ProtocolError(f"a frame with {len(found)} tensors; {limits.tensors} are allowed")
-    entries = tuple(_entry(described, limits) for described in found)
+    entries = tuple(_read_entry(described, limits) for described in found)
     memory_bytes = sum(math.prod(e.shape) * e.dtype.itemsize for e in entries)
     if memory_bytes > _MOST_GROWTH * limits.frame_bytes:
         raise ProtocolError(f"a frame whose tensors take {memory_bytes} bytes is beyond the limit")
@@ -288,7 +291,7 @@ def _entries(line: bytes, limits: FrameLimits) -> tuple[_Entry, ...]:
     return entries
 
 
-def _header(data: bytes, limits: FrameLimits) -> tuple[bytes, int]:
+def _read_header(data: bytes, limits: FrameLimits) -> tuple[bytes, int]:
     """Return the header's bytes, and where the tensors start."""
     if len(data) > limits.frame_bytes:
         raise ProtocolError(f"a frame of {len(data)} bytes; {limits.frame_bytes} are allowed")
@@ -301,7 +304,7 @@ def _header(data: bytes, limits: FrameLimits) -> tuple[bytes, int]:
     return data[_PREFIX.size : stop], stop
 
 
-def _entry(described: _Described, limits: FrameLimits) -> _Entry:
+def _read_entry(described: _Described, limits: FrameLimits) -> _Entry:
     name, dtype_name, shape, codec_name = described
     if dtype_name not in _DTYPES or codec_name not in WIRE_CODECS:
         raise ProtocolError("a frame with a tensor of unknown dtype or in an unknown codec")
@@ -316,7 +319,7 @@ def _entry(described: _Described, limits: FrameLimits) -> _Entry:
     return _Entry(name, dtype, shape, codec, codec.wire_bytes(elements, dtype))
 
 
-def _tensors(data: memoryview, start: int, entries: tuple[_Entry, ...]) -> dict[str, Tensor]:
+def _read_tensors(data: memoryview, start: int, entries: tuple[_Entry, ...]) -> dict[str, Tensor]:
     tensors = {}
     for entry in entries:
         raw = bytearray(data[start : start + entry.wire_bytes])

@@ -1,4 +1,4 @@
-"""A client's connection to one host: calls with deadlines, repeated while the host is away."""
+"""The connection of a client to one host: calls with deadlines, repeated while it is away."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from collapipe_flwr.core.errors import (
 )
 from collapipe_flwr.core.links import Heartbeat, TlsFiles
 from collapipe_flwr.transport import methods
-from collapipe_flwr.transport.keepalive import Keepalive, keepalive_options
+from collapipe_flwr.transport.keepalive import Keepalive, make_keepalive_options
 from collapipe_flwr.transport.methods import Metadata, Method
 from collapipe_flwr.transport.tls import NOT_DIALLED, UNRECOGNIZED_NAME, open_channel
 
@@ -49,15 +49,15 @@ _CLOSED = "Channel closed!"  # what gRPC says of calls on a channel that this si
 
 
 class Connection:
-    """Calls to one host, which errors call `what`; use as a context manager.
+    """Makes calls to one host, called `what` in errors; use as a context manager.
 
     With TLS the peer must prove the host in `address`, or `certificate_name` where it is given.
 
-    Control calls end within `deadline_s`, transfers of weights within `transfer_s`; those that may
-    be made twice are repeated for `patience_s` while the host is away, as when it restarts. Every
-    call raises LinkError with one sentence "edge at ADDRESS ..." when the host cannot be reached,
-    refuses or breaks off, and LinkTimeout when it does not answer in time. With a `heartbeat` calls
-    and streams also break when the host has missed it, however long they may take.
+    Control calls end within `deadline_s`, transfers of weights within `transfer_s`. Calls that may
+    be made twice are repeated for `patience_s` while the host is away, for example while it
+    restarts. Every call raises LinkError with one sentence "edge at ADDRESS ..." when the host
+    cannot be reached, refuses or breaks off, and LinkTimeout when it does not answer in time. With
+    a `heartbeat`, calls and streams of any length also break when the host has missed it.
     """
 
     kind = "edge"
@@ -81,8 +81,8 @@ class Connection:
         self.deadline_s = deadline_s or self.usual_deadline_s
         self.transfer_s = transfer_s
         self._patience_s = patience_s
-        named = methods.name_options(certificate_name)
-        options = [*methods.channel_options(), *named]
+        named = methods.make_name_options(certificate_name)
+        options = [*methods.make_channel_options(), *named]
         self._connect = partial(open_channel, address, tls, options)
         self.channel = self._connect()
         self._heartbeat = heartbeat
@@ -92,7 +92,9 @@ class Connection:
         self._keepalive: Keepalive | None = None
         self._life = ExitStack()
         if heartbeat is not None:
-            pinged = partial(open_channel, address, tls, [*keepalive_options(heartbeat), *named])
+            pinged = partial(
+                open_channel, address, tls, [*make_keepalive_options(heartbeat), *named]
+            )
             self._keepalive = self._life.enter_context(Keepalive(pinged, heartbeat, self._break))
 
     def call(
@@ -110,7 +112,7 @@ class Connection:
 
         def once() -> Answer:
             timeout_s = within_s or self.deadline_s
-            answered = method.on(self.channel)(data, timeout=timeout_s, metadata=metadata)
+            answered = method.bind(self.channel)(data, timeout=timeout_s, metadata=metadata)
             return methods.decode_message(answer, answered) if answer else answered
 
         return self.attempt_patiently(once) if patiently else self.attempt(once)
@@ -118,9 +120,9 @@ class Connection:
     def attempt_patiently(self, call: Callable[[], Answer]) -> Answer:
         """Make a call, repeatedly while the host is away.
 
-        All calls together wait for `patience_s` from the first one that missed the host, so those
-        of many sessions, one after the other, do not add up. One that a host breaks off although
-        it answers others is repeated at once, then ever more rarely.
+        All calls together wait for `patience_s` from the first one that missed the host, so that
+        the waits of many sessions do not add up. A call that a host breaks off although it answers
+        others is repeated at once, then after growing pauses.
         """
         start_s, pause_s = time.monotonic(), 0.0
         while True:
@@ -141,7 +143,7 @@ class Connection:
             pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
 
     def attempt(self, call: Callable[[], Answer]) -> Answer:
-        """Make a call; an error of gRPC becomes a LinkError."""
+        """Make a call, translating an error of gRPC into a LinkError."""
         if self.silent and not self._patience_s:
             raise self._explain_silence()
         try:
@@ -204,7 +206,7 @@ class Connection:
         """
         while (now_s := time.monotonic()) < until_s and not self._closed.is_set():
             look_s = min(until_s - now_s, _LOOK_S)
-            status = methods.STATUS.on(self.channel)
+            status = methods.STATUS.bind(self.channel)
             try:
                 status(b"", timeout=look_s, wait_for_ready=True)
             except grpc.RpcError as error:
@@ -224,7 +226,7 @@ class Connection:
 
 
 def _explain_absence(details: str) -> str:
-    """Explain that the peer has not dialled in, or its certificate's dates; empty otherwise."""
+    """Explain that the peer has not dialled in, or its certificate's dates; return "" otherwise."""
     if UNRECOGNIZED_NAME in details:
         return NOT_DIALLED
     for words, fault in _DATED.items():

@@ -1,4 +1,4 @@
-"""Why a host that listens does not accept our calls: its certificate, or ours."""
+"""Diagnosis of a host that listens but does not accept our calls: its certificate, or ours."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from collapipe_flwr.core.links import TlsFiles, host_and_port
 from collapipe_flwr.transport.tls import (
     NOT_DIALLED,
     UNRECOGNIZED_NAME,
-    trusting_context,
-    validity_of,
+    make_trusting_context,
+    read_validity,
 )
 
 _CONNECT_S = 3.0
@@ -26,9 +26,9 @@ _SILENT = "it listens, but does not answer: see its log"
 
 
 def diagnose(address: str, name: str, tls: TlsFiles | None) -> str:
-    """Say in one sentence what to fix; empty where nobody listens at ``address``.
+    """Say in one sentence what to fix; return "" where nobody listens at ``address``.
 
-    The host's certificate must bear ``name``; it is shown that of ``tls``.
+    The host's certificate must bear ``name``; the host is shown the certificate of ``tls``.
     """
     try:
         with socket.create_connection(host_and_port(address), _CONNECT_S) as peer:
@@ -39,7 +39,7 @@ def diagnose(address: str, name: str, tls: TlsFiles | None) -> str:
 
 def _try_tls(peer: socket.socket) -> str:
     try:
-        with trusting_context().wrap_socket(peer):
+        with make_trusting_context().wrap_socket(peer):
             return "it speaks TLS and the cluster file has no [tls]: add it, or start it without"
     except OSError:
         return _SILENT
@@ -48,7 +48,7 @@ def _try_tls(peer: socket.socket) -> str:
 def _check_handshake(peer: socket.socket, name: str, tls: TlsFiles) -> str:
     """Shake hands with any certificate, then check it."""
     assert tls.ca is not None and tls.certificate is not None and tls.key is not None
-    context = trusting_context()
+    context = make_trusting_context()
     try:
         context.load_cert_chain(tls.certificate, tls.key)
         ca = x509.load_pem_x509_certificate(tls.ca.read_bytes())
@@ -66,7 +66,7 @@ def _check_handshake(peer: socket.socket, name: str, tls: TlsFiles) -> str:
 
 
 def _judge(certificate: x509.Certificate, name: str, ca: x509.Certificate) -> str:
-    now, names = datetime.now(UTC), _names(certificate)
+    now, names = datetime.now(UTC), _list_names(certificate)
     begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     try:
         certificate.verify_directly_issued_by(ca)
@@ -92,10 +92,10 @@ def _judge(certificate: x509.Certificate, name: str, ca: x509.Certificate) -> st
 
 
 def _explain_refusal(shaken: ssl.SSLSocket, ours_pem: bytes) -> str:
-    """Explain what the host says of our certificate after the handshake.
+    """Explain how the host took our certificate, which it judges after the handshake in TLS 1.3.
 
-    With TLS 1.3 a host refuses a certificate only then. One that accepts it speaks first; gRPC
-    hangs up on one that it refuses, without a reason.
+    A host that accepts it speaks first. A host that refuses it hangs up without a reason, as gRPC
+    does.
     """
     try:
         if shaken.recv(1):
@@ -104,7 +104,7 @@ def _explain_refusal(shaken: ssl.SSLSocket, ours_pem: bytes) -> str:
         return _SILENT
     except OSError:
         pass
-    begins, ends = validity_of(ours_pem)
+    begins, ends = read_validity(ours_pem)
     return (
         f"it refuses the certificate of this machine, which holds from {begins:%Y-%m-%d} to "
         f"{ends:%Y-%m-%d}: see that its clock is between these (`timedatectl`; this machine's says "
@@ -112,7 +112,7 @@ def _explain_refusal(shaken: ssl.SSLSocket, ours_pem: bytes) -> str:
     )
 
 
-def _names(certificate: x509.Certificate) -> tuple[str, ...]:
+def _list_names(certificate: x509.Certificate) -> tuple[str, ...]:
     common = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     found = [str(entry.value) for entry in common]
     with suppress(x509.ExtensionNotFound):

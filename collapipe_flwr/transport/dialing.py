@@ -1,9 +1,9 @@
-"""A device's end of a `Relay`: it dials the control unit, and serves whoever comes from there.
+"""A device's end of a `DialRelay`: it dials the control unit, and serves peers from there.
 
-One connection stays, under mutual TLS. For every peer that the relay announces on it, the device
-opens another one outward, and connects that with the listener of its own daemon on loopback, which
-does not see the difference. A connection that breaks is dialled again, ever more rarely; meanwhile
-peers find the device away.
+One connection stays open, under mutual TLS. For every peer that the relay announces on it, the
+device opens another connection outward, and joins it to the listener of its own daemon on loopback,
+which notices no difference. A connection that breaks is dialled again after growing pauses;
+meanwhile the device is away for its peers.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialing:
-    """Where the control unit called ``unit`` relays, and the files by which this device is known.
+    """Dials the ``relay`` of the control unit called ``unit``, with this device's ``tls`` files.
 
-    ``listens`` is the daemon's own address. ``on_admitted`` is called each time it is let in.
+    ``listens`` is the daemon's own address. ``on_admitted`` is called after each admission.
     """
 
     relay: str
@@ -52,7 +52,7 @@ class Dialing:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Be reachable during the body."""
+        """Keep this device reachable during the body."""
         with run_beside(lambda over: run_until(over, self._keep_dialing), "dialing"):
             yield
 
@@ -72,7 +72,7 @@ class Dialing:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def serve_once(self) -> None:
-        """Dial, and serve until the connection ends; raises LinkError if we are not let in."""
+        """Dial, and serve until the connection ends; raises LinkError if we are not admitted."""
         reader, writer = await self._dial()
         try:
             async with asyncio.timeout(LOST_S):
@@ -82,12 +82,12 @@ class Dialing:
                 raise LinkError(why.decode(errors="replace")[:500] or "it hung up on us")
             self.on_admitted()
             await self._serve_peers(reader, writer)
-        except ssl.SSLError as error:  # with TLS 1.3 it judges our certificate only now
+        except ssl.SSLError as error:  # with TLS 1.3 the relay judges our certificate only now
             raise LinkError(
                 f"it refuses the certificate of this device ({error.reason}): see the clocks of "
                 "both (`timedatectl`), and that this device is still a member"
             ) from error
-        except (OSError, ValueError) as error:  # asyncio's word for a line without an end
+        except (OSError, ValueError) as error:  # asyncio raises ValueError for too long a line
             raise LinkError(f"it does not answer ({error or 'too slow'})") from error
         finally:
             writer.transport.abort()
@@ -163,7 +163,7 @@ async def _beat(writer: asyncio.StreamWriter) -> None:
 
 
 async def _connect(place: _Place) -> socket.socket:
-    """Connect with whichever of a name's addresses answers."""
+    """Connect to the first of a name's addresses that answers."""
     found = await asyncio.to_thread(socket.create_connection, place, _CONNECT_S)
     tune(found)
     return found

@@ -1,4 +1,4 @@
-"""Text in, text out over gRPC: a cluster that generates serves many clients."""
+"""Generation of texts over gRPC, by a cluster for many clients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from collapipe_flwr.transport.methods import (
     decode_message,
     encode_message,
 )
-from collapipe_flwr.transport.server import Server, call_deadline, only_message
+from collapipe_flwr.transport.server import Server, limit_call, take_message
 
 WRITE = Method("Write", "texts", downloads=True, service="collapipe.Texts")
 _WAITING = 16  # calls that wait for a free place; more are refused at once
@@ -48,12 +48,12 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One text to continue, translate or summarize; 0 leaves a number to the model's settings.
+    """One text to continue, translate or summarize; 0 stands for the model's own setting.
 
-    ``sound`` is a .wav or .npy file in base64, for a model of speech. ``sample`` None is left to
-    the settings too, unless a sampling number is set. A text ends after one of ``stop``. Instead of
-    the text, ``messages`` are a conversation to answer: roles and contents, which the model's chat
-    template writes.
+    ``sound`` is a .wav or .npy file in base64, for a model of speech. ``sample`` None stands for
+    the settings too, unless a sampling number is set. A text ends after one of ``stop``.
+    ``messages`` replace the text: a conversation to answer, with roles and contents, which the
+    model's chat template formats.
     """
 
     text: str = ""
@@ -93,7 +93,7 @@ class GenerateRequest:
 
 
 def _is_whole(text: str) -> bool:
-    """Return whether it can be written: JSON and odd shells know halves of a surrogate pair."""
+    """Return whether a text has no half of a surrogate pair, as JSON and odd shells allow."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -133,10 +133,10 @@ class TextServer(Server):
         with (
             self._authorizer.admit(context, WRITE),
             self.intake.expect(context, WRITE),
-            call_deadline(context, _LONGEST_S),
+            limit_call(context, _LONGEST_S),
         ):
             try:
-                request = decode_message(GenerateRequest, only_message(messages, context))
+                request = decode_message(GenerateRequest, take_message(messages, context))
                 for text in self._write(request):
                     yield encode_message(text)
             except CollaPipeError as error:
@@ -157,16 +157,16 @@ class TextClient(Connection):
         Raises ConfigError with the server's sentence for a request that it refuses, LinkError when
         it cannot be reached or breaks off, LinkTimeout after ``deadline_s``.
         """
-        answers = WRITE.on(self.channel)(encode_message(request), timeout=self.deadline_s)
+        answers = WRITE.bind(self.channel)(encode_message(request), timeout=self.deadline_s)
         try:
             for data in answers:
                 yield decode_message(str, data)
         except grpc.RpcError as error:
-            raise self._refusal(error) from error
+            raise self._translate_refusal(error) from error
         finally:
             answers.cancel()
 
-    def _refusal(self, error: grpc.RpcError) -> CollaPipeError:
+    def _translate_refusal(self, error: grpc.RpcError) -> CollaPipeError:
         code, details = error.code(), error.details()
         if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED):
             return ConfigError(f"{self.peer} refused: {details}")

@@ -1,11 +1,11 @@
-"""Bounds what connections have sent that no call asked for: those with the most are cut.
+"""A bound on the bytes that connections sent and no call asked for: those with the most are cut.
 
-gRPC keeps the headers of a call that never begins, up to 16 MiB until the peer has agreed to our
-settings, and a message of any method up to the longest of all, before a handler sees them. So what
-the system has received of a connection (TCP_INFO in tcp(7)) is compared with what handlers have
-read, what was answered, and what admitted calls may still send. A member's first call on a
-connection is short, so little is left to connections of which nothing was read yet. Elsewhere than
-on Linux nothing is counted.
+Before a handler sees them, gRPC keeps the headers of a call that never begins, up to 16 MiB until
+the peer has agreed to our settings, and a message of any method up to the longest of all. So the
+bytes that the system received on a connection (TCP_INFO in tcp(7)) are compared with the bytes that
+handlers have read, that were answered, and that admitted calls may still send. A member's first
+call on a connection is short, so connections of which nothing was read yet have a smaller bound.
+Nothing is counted on systems other than Linux.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Intake:
 
     def count(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Yield the messages of a call, each counted as read."""
-        peer = _peer_of(context)
+        peer = _parse_peer(context)
         for message in messages:
             with self._lock:
                 self._read[peer] += int(len(message) * (1 + _FRAMING_SHARE)) + _FRAMING_BYTES
@@ -76,8 +76,8 @@ class Intake:
 
     @contextmanager
     def expect(self, context: grpc.ServicerContext, method: Method) -> Iterator[None]:
-        """Let the connection of an admitted call send a message of its method meanwhile."""
-        peer = _peer_of(context)
+        """Let the connection of an admitted call send a message of its method during the body."""
+        peer = _parse_peer(context)
         with self._lock:
             self._expected[peer] += method.most_bytes
         try:
@@ -89,13 +89,13 @@ class Intake:
                 self._read[peer] += method.most_bytes + METADATA_BYTES  # gRPC keeps none of it
 
     def watch(self, stop: threading.Event) -> None:
-        """Look again and again until ``stop``, more often while much has not been asked for."""
+        """Look repeatedly until ``stop``, more often while there are many unasked bytes."""
         pause_s = _LOOK_S
         while not stop.wait(pause_s):
             pause_s = _SOON_S if self.look() > self._strangers_bytes // 4 else _LOOK_S
 
     def look(self) -> int:
-        """Count, cut connections where a bound is exceeded, and return what is left."""
+        """Count, cut connections where a bound is exceeded, and return the unasked bytes."""
         with self._lock:  # before the system is asked: all of it is among what was received
             read, self._read = self._read, Counter[Peer]()
         self._connections = dict(self._measure(read))
@@ -106,8 +106,8 @@ class Intake:
                 found.is_stranger = found.is_stranger and not asked_bytes
                 kept[inode] = max(found.unasked_bytes - asked_bytes, 0)
         excess = {
-            *self._excess(kept, self._strangers_bytes, are_strangers=True),
-            *self._excess(kept, UNASKED_BYTES, are_strangers=False),
+            *self._list_excess(kept, self._strangers_bytes, are_strangers=True),
+            *self._list_excess(kept, UNASKED_BYTES, are_strangers=False),
         }
         if excess:
             self._cut(excess)
@@ -115,7 +115,7 @@ class Intake:
 
     def drop(self, contexts: Iterable[grpc.ServicerContext]) -> None:
         """Cut the connections of these calls."""
-        peers = {_peer_of(context) for context in contexts}
+        peers = {_parse_peer(context) for context in contexts}
         for _, peer, copy in self._list_accepted() if peers else ():
             if peer in peers:
                 _shut(copy)
@@ -135,7 +135,7 @@ class Intake:
             found.is_stranger = found.is_stranger and not read[peer]
             yield inode, found
 
-    def _excess(self, kept: Counter[int], bound: int, *, are_strangers: bool) -> Iterator[int]:
+    def _list_excess(self, kept: Counter[int], bound: int, *, are_strangers: bool) -> Iterator[int]:
         """Yield the connections to cut, those with the most first."""
         some = {i: kept[i] for i, f in self._connections.items() if f.is_stranger is are_strangers}
         total = sum(some.values())
@@ -167,20 +167,20 @@ class Intake:
                 known = self._connections.get(inode)
                 if inode not in others:
                     with socket.socket(*(_TCP if known else _UNKNOWN), os.dup(fd)) as copy:
-                        peer = known.peer if known else self._peer_at(copy)
+                        peer = known.peer if known else self._find_peer(copy)
                         if peer:
                             yield inode, peer, copy
                             continue
                 self._others.add(inode)
 
-    def _peer_at(self, connection: socket.socket) -> Peer | None:
+    def _find_peer(self, connection: socket.socket) -> Peer | None:
         """Return the peer of a connection at our port; None for other sockets and the listener."""
         try:
             ours, theirs = connection.getsockname(), connection.getpeername()
         except OSError:
             return None
         is_ours = isinstance(ours, tuple) and ours[1] == self._port
-        return _peer(*theirs[:2]) if is_ours else None
+        return _make_peer(*theirs[:2]) if is_ours else None
 
 
 def _shut(connection: socket.socket) -> None:
@@ -188,13 +188,13 @@ def _shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _peer_of(context: grpc.ServicerContext) -> Peer:
+def _parse_peer(context: grpc.ServicerContext) -> Peer:
     """Parse ipv4:10.0.0.11:4711 or ipv6:%5Bfe80::1%25eth0%5D:4711."""
     host, _, port = unquote(context.peer()).partition(":")[2].rpartition(":")
-    return _peer(host.strip("[]"), int(port))
+    return _make_peer(host.strip("[]"), int(port))
 
 
-def _peer(host: str, port: int) -> Peer:
-    """Return one form of an address, whichever way IPv4 is written."""
+def _make_peer(host: str, port: int) -> Peer:
+    """Return one form of an address for both ways of writing IPv4."""
     address = ip_address(host.partition("%")[0])
     return str(getattr(address, "ipv4_mapped", None) or address), port

@@ -1,6 +1,6 @@
-"""How a machine without a certificate joins: its messages, the CA that it trusts, and its key.
+"""Joining of a machine without a certificate: its messages, the CA that it trusts, and its key.
 
-It trusts only the CA whose fingerprint its token has. Its key never leaves it: it sends a signing
+It trusts only the CA whose fingerprint is in its token. Its key never leaves it: it sends a signing
 request, and checks the certificate that comes back.
 """
 
@@ -25,7 +25,7 @@ from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError, Un
 from collapipe_flwr.core.links import host_and_port
 from collapipe_flwr.transport.methods import Method
 from collapipe_flwr.transport.roster import Roster
-from collapipe_flwr.transport.tls import trusting_context
+from collapipe_flwr.transport.tls import make_trusting_context
 
 JOIN = Method("Join", service="collapipe.Joining")
 _MOST_PEM = 8192  # characters of a signing request
@@ -36,9 +36,9 @@ _PEM = serialization.Encoding.PEM
 class JoinRequest:
     """A machine that asks to join; figures of 0 were not measured, ``kind`` may be empty.
 
-    ``address`` is where it listens (empty: nowhere, as one that ``dials``), ``unix_s`` its clock,
-    ``version`` that of its CollaPipe. One that ``only_asks`` whether it would be admitted gets no
-    answer but a refusal.
+    ``address`` is where it listens (empty: nowhere, for a machine that ``dials``), ``unix_s`` its
+    clock, ``version`` that of its CollaPipe. With ``only_asks`` it asks whether it would be
+    admitted: a refusal is the only answer.
     """
 
     secret: bounds.Text = field(repr=False)  # of its token, in hexadecimal
@@ -65,7 +65,7 @@ class JoinAnswer:
     roster: Roster
 
 
-def pinned_ca(address: str, pin: bytes, deadline_s: float) -> bytes:
+def fetch_pinned_ca(address: str, pin: bytes, deadline_s: float) -> bytes:
     """Return the CA certificate in PEM with SHA-256 ``pin``, from the chain a server shows.
 
     Nothing is sent, because anybody can show that certificate; TLS verified by it comes next.
@@ -75,9 +75,9 @@ def pinned_ca(address: str, pin: bytes, deadline_s: float) -> bytes:
     try:
         with (
             socket.create_connection(place, deadline_s) as peer,
-            trusting_context().wrap_socket(peer) as shaken,
+            make_trusting_context().wrap_socket(peer) as shaken,
         ):
-            chain = _chain(shaken)
+            chain = _read_chain(shaken)
     except (OSError, OverflowError) as error:
         raise Unreachable(
             f"no control unit answers at {address} ({error}): see that `collapipe cluster serve` "
@@ -87,13 +87,13 @@ def pinned_ca(address: str, pin: bytes, deadline_s: float) -> bytes:
         if hmac.compare_digest(sha256(der).digest(), pin):
             return ssl.DER_cert_to_PEM_cert(der).encode()
     raise LinkError(
-        f"who answers at {address} is not of the CA that the token names, so nothing was sent: "
-        "print a token on the control unit of today, or find out who sits in between"
+        f"the machine at {address} is not of the CA that the token names, so nothing was sent: "
+        "print a token on the present control unit, or find out which machine is in between"
     )
 
 
-def _chain(shaken: ssl.SSLSocket) -> list[bytes]:
-    """Return the chain that was shown, in DER; Python has a public method from 3.13 on."""
+def _read_chain(shaken: ssl.SSLSocket) -> list[bytes]:
+    """Return the chain that the peer showed, in DER; Python 3.13 has a public method."""
     if hasattr(shaken, "get_unverified_chain"):
         return list(shaken.get_unverified_chain())
     inner: Any = shaken._sslobj  # type: ignore[attr-defined]
@@ -102,7 +102,7 @@ def _chain(shaken: ssl.SSLSocket) -> list[bytes]:
     ]
 
 
-def own_key(path: Path) -> ec.EllipticCurvePrivateKey:
+def load_or_make_key(path: Path) -> ec.EllipticCurvePrivateKey:
     """Read the key in ``path``, or make one there that only its owner can read.
 
     Raises ConfigError for a file that holds no such key.
@@ -121,14 +121,14 @@ def own_key(path: Path) -> ec.EllipticCurvePrivateKey:
     return key
 
 
-def request_for(name: str, key: ec.EllipticCurvePrivateKey) -> str:
+def make_request(name: str, key: ec.EllipticCurvePrivateKey) -> str:
     """Make a certificate signing request in PEM, which proves possession of ``key``."""
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     request = x509.CertificateSigningRequestBuilder().subject_name(subject)
     return request.sign(key, hashes.SHA256()).public_bytes(_PEM).decode()
 
 
-def key_in_request(pem: str) -> ec.EllipticCurvePublicKey:
+def extract_request_key(pem: str) -> ec.EllipticCurvePublicKey:
     """Return the key in a signing request; raises ProtocolError if it did not sign it.
 
     Names in the request are ignored: the signer decides them.
@@ -146,17 +146,19 @@ def key_in_request(pem: str) -> ec.EllipticCurvePublicKey:
     return key
 
 
-def key_in_certificate(pem: bytes) -> bytes:
-    """Return the public key in a certificate, as `public_bytes` gives it."""
-    return public_bytes(x509.load_pem_x509_certificate(pem).public_key())
+def extract_key(pem: bytes) -> bytes:
+    """Return the public key in a certificate, as `encode_public_key` gives it."""
+    return encode_public_key(x509.load_pem_x509_certificate(pem).public_key())
 
 
-def keys_in_certificates(pems: bytes) -> list[bytes]:
-    """Return the public keys in several certificates, as `public_bytes` gives them."""
-    return [public_bytes(found.public_key()) for found in x509.load_pem_x509_certificates(pems)]
+def extract_keys(pems: bytes) -> list[bytes]:
+    """Return the public keys in several certificates, as `encode_public_key` gives them."""
+    return [
+        encode_public_key(found.public_key()) for found in x509.load_pem_x509_certificates(pems)
+    ]
 
 
-def public_bytes(key: object) -> bytes:
+def encode_public_key(key: object) -> bytes:
     """Return a public key as bytes that can be compared."""
     assert isinstance(key, ec.EllipticCurvePublicKey)
     return key.public_bytes(
@@ -170,8 +172,8 @@ def check_signed(pem: str, name: str, key: bytes, ca_pem: bytes) -> None:
         found = x509.load_pem_x509_certificate(pem.encode())
         found.verify_directly_issued_by(x509.load_pem_x509_certificate(ca_pem))
         (shown,) = found.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
-        fits = public_bytes(found.public_key()) == key
+        fits = encode_public_key(found.public_key()) == key
     except (ValueError, TypeError, AssertionError, InvalidSignature) as error:
-        raise ProtocolError("the certificate that came back is none of this CA") from error
+        raise ProtocolError("the certificate that came back is not of this CA") from error
     if not fits or shown.value != name:
         raise ProtocolError("the certificate that came back is for another name or key")

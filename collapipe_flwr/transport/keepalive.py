@@ -1,8 +1,8 @@
-"""Pings that tell whether a peer is alive, on a connection of their own.
+"""Pings that tell whether a peer is alive, on a separate connection.
 
-They are HTTP/2's, which gRPC's C core answers in threads of its own, however long a Python thread
-keeps the interpreter's lock; a host that is suspended, or behind a link that loses packets, does
-not answer. On a connection of their own they do not queue behind tensors.
+They are HTTP/2's, which gRPC's C core answers in its own threads, however long a Python thread
+holds the interpreter's lock; a host that is suspended, or behind a link that loses packets, does
+not answer. On a separate connection they do not queue behind tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RECONNECT_MS = 100
 _UNWATCHED_S = 10.0  # gRPC polls five times a second who still watches, unless starved of CPU
 
 
-def keepalive_options(heartbeat: Heartbeat) -> Options:
+def make_keepalive_options(heartbeat: Heartbeat) -> Options:
     """Return options of the pinged connection: a ping per period, a period to answer it."""
     period_ms = round(1000 * heartbeat.period_s)
     return [
@@ -37,7 +37,7 @@ def keepalive_options(heartbeat: Heartbeat) -> Options:
     ]
 
 
-def server_keepalive_options() -> Options:
+def make_server_keepalive_options() -> Options:
     """Return options of a server that accepts such pings."""
     return [
         ("grpc.keepalive_permit_without_calls", 1),
@@ -49,7 +49,7 @@ class Keepalive:
     """Watches one peer and calls ``on_lost`` when it is lost; use as a context manager.
 
     It is lost after ``heartbeat`` without an answered ping or a new connection, and again only
-    after it was back. ``connect`` makes a channel with `keepalive_options`.
+    after it was back. ``connect`` makes a channel with `make_keepalive_options`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Keepalive:
     def _watch(self) -> None:
         patience_s = self._heartbeat.lost_after_s
         while not self._over:
-            with self._connection():
+            with self._open_connection():
                 back = self._wait(beating=True, limit_s=patience_s)
                 if back:
                     self.lost = False
@@ -95,10 +95,10 @@ class Keepalive:
             patience_s = self._heartbeat.lost_after_s - 2 * self._heartbeat.period_s
 
     @contextmanager
-    def _connection(self) -> Iterator[None]:
-        """Open a connection; it is closed when gRPC has ceased to watch it, as not before.
+    def _open_connection(self) -> Iterator[None]:
+        """Open a connection; ignore events of the earlier one.
 
-        Events of the one before are ignored.
+        It is closed some time after the body, because gRPC must have ceased to watch it before.
         """
         life, channel = object(), self._connect()
 
@@ -118,7 +118,7 @@ class Keepalive:
         closing.start()
 
     def _wait(self, *, beating: bool, limit_s: float | None) -> bool:
-        """Wait until the peer beats, or does not; return whether that came in time."""
+        """Wait until the peer beats, or ceases to; return whether it did in time."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._beats is beating, limit_s)
             return not self._over and self._beats is beating

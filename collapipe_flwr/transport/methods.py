@@ -1,4 +1,4 @@
-"""The RPCs of a host: one table for clients, servicer and authorizer, and what both ends agree on.
+"""The RPCs of a host: one table for clients, servicer and authorizer, with messages and limits.
 
 Control messages are frozen dataclasses as JSON, checked field by field when they arrive: they are
 small and rare, so they need no generated code. Tensors travel in frames (`codec`). Nothing here
@@ -40,7 +40,7 @@ Message = TypeVar("Message")
 class Method:
     """One RPC: a message each way, or frames where it `uploads` or `downloads`.
 
-    `counts_as` is the kind of which a peer may have so many at once (`authorizer`).
+    `counts_as` is the kind whose calls of one peer at once are limited (`authorizer`).
     """
 
     name: str
@@ -48,11 +48,11 @@ class Method:
     uploads: bool = False
     downloads: bool = False
     service: str = SERVICE
-    message_bytes: int = MESSAGE_BYTES  # the most of one that is sent, where none is a frame
+    message_bytes: int = MESSAGE_BYTES  # the largest message that a caller sends, frames apart
 
     @property
     def most_bytes(self) -> int:
-        """The most of a message that is sent."""
+        """The size of the largest message or frame that a caller sends."""
         return LIMITS.frame_bytes if self.uploads else self.message_bytes
 
     @property
@@ -64,13 +64,13 @@ class Method:
         """The name of the servicer's method."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", self.name).lower()
 
-    def on(self, channel: grpc.Channel) -> Any:
+    def bind(self, channel: grpc.Channel) -> Any:
         """Return the callable of this RPC on a channel; bytes in, bytes out."""
         sent, answered = ("stream" if many else "unary" for many in (self.uploads, self.downloads))
         return getattr(channel, f"{sent}_{answered}")(self.path, None, None)
 
-    def handler(self, answer: Callable[..., Any]) -> grpc.RpcMethodHandler:
-        """Make a server's handler. It gets all messages as a stream, to read a stranger's never."""
+    def make_handler(self, answer: Callable[..., Any]) -> grpc.RpcMethodHandler:
+        """Make a server's handler; all messages are a stream, so a stranger's stay unread."""
         if self.downloads:
             return grpc.stream_stream_rpc_method_handler(answer)
         return grpc.stream_unary_rpc_method_handler(answer)
@@ -96,7 +96,7 @@ METHODS = tuple(found for found in vars().copy().values() if isinstance(found, M
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameLimits:
-    """What a receiver accepts in one frame, checked before anything is allocated."""
+    """The limits of a frame, checked before anything is allocated."""
 
     frame_bytes: int = 256 * 2**20
     header_bytes: int = 256 * 2**10
@@ -171,7 +171,7 @@ class ProbeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeAnswer:
-    """Of the link in one direction; `delay_s` is half a round trip of an empty message."""
+    """Rate and delay of a link one way; `delay_s` is half a round trip of an empty message."""
 
     rate_bit_per_s: bounds.Rate
     delay_s: bounds.Seconds
@@ -193,10 +193,10 @@ def decode_message(kind: type[Message], data: bytes) -> Message:
     return from_json(kind, text, kind.__name__)
 
 
-def channel_options(most_bytes: int | None = None) -> Options:
+def make_channel_options(most_bytes: int | None = None) -> Options:
     """Return message limits (``most_bytes``: received) and pings that notice a lost machine.
 
-    The pings queue behind tensors, so they get much time; see `keepalive` for quick ones. HTTP/2
+    The pings queue behind tensors, so their timeout is long; see `keepalive` for quick ones. HTTP/2
     frames of the usual 16 KiB cost about an eighth more CPU time.
     """
     return [
@@ -212,6 +212,6 @@ def channel_options(most_bytes: int | None = None) -> Options:
     ]
 
 
-def name_options(certificate_name: str) -> Options:
+def make_name_options(certificate_name: str) -> Options:
     """Return the option to expect ``certificate_name`` (empty: the address) under TLS."""
     return [("grpc.ssl_target_name_override", certificate_name)] if certificate_name else []

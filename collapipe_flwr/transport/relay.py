@@ -1,15 +1,15 @@
-"""Reaches devices that accept no connection: they dial a `DialRelay` at the control unit.
+"""A relay at the control unit for devices that accept no connection: they dial it.
 
-Three kinds of connection come to its one port, and their first bytes tell them apart:
+Three kinds of connection come to its one port. Their first bytes distinguish them:
 
-* TLS that asks for the control unit by name: a device dials in (`dialing`). It proves who it is by
-  its certificate, stays, and hears a token of every connection that somebody opens to it;
-* TLS that asks for a device by name: a peer of that device. Its bytes are passed on as they come.
-  Only both ends have keys to them: TLS goes through, and the relay sees neither call nor tensor;
+* TLS that asks for the control unit by name: a device dials in (`dialing`). It identifies itself by
+  its certificate, stays connected, and receives a token for every connection that a peer opens;
+* TLS that asks for a device by name: a peer of that device. Its bytes are passed on unchanged. TLS
+  ends at the peer and the device, so the relay can read neither calls nor tensors;
 * a line with such a token: the connection that the device opened for that peer. The token is of no
-  other use, so it need not be hidden, and boards encrypt no byte twice.
+  other use, so it need not be secret, and boards encrypt no byte twice.
 
-A connection is held in one buffer per direction: who sends faster than the other end reads, waits.
+Each direction of a connection has one buffer: a sender waits for a slower receiver.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, cast
 
-from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
+from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.links import host_and_port
 from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.core.texts import to_one_line
 
 _log = logging.getLogger(__name__)
-BEAT_S, LOST_S = 2.0, 8.0  # a device says so often that it is there, and is away after so long
+BEAT_S, LOST_S = 2.0, 8.0  # the period of a device's beats, and the silence after which it is away
 ADMITTED, REFUSED, TAKE = b"admitted", b"refused", b"take"  # words that begin lines
-_GREET_S = 10.0  # to say what a connection is for, and for a device to take one
+_GREET_S = 10.0  # for the first bytes of a connection, and for a device to take one
 _PAUSE_S = 0.2
 _LOOK_S = 1.0  # members that were removed are cut at the second look
 MOST_OF_A_DEVICE, MOST_OF_ALL = 64, 512  # connections
@@ -48,7 +48,7 @@ _Clusters = Callable[[], Iterable[ClusterConfig]]
 
 @dataclass(slots=True)
 class _Dialled:
-    """A device that is there: what it proved, how to speak to it, its peers' connections."""
+    """A device that has dialled in: its identity, its connection, and those of its peers."""
 
     name: str
     fingerprint: str
@@ -131,7 +131,7 @@ class DialRelay:
             await asyncio.sleep(_LOOK_S)
 
     def _look(self) -> None:
-        """Note who is a member now; a file that somebody is editing changes nothing."""
+        """Read the present members; a file that cannot be read changes nothing."""
         try:
             known = tuple(self._clusters())
             if known != self._known:
@@ -141,7 +141,7 @@ class DialRelay:
             _log.error("devices dial in by the members that were known before: %s", error)
 
     async def _answer(self, caller: socket.socket) -> None:
-        """Find out what a connection is for, and serve it; `_serve` closes it."""
+        """Determine the kind of a connection, and serve it; `_serve` closes it."""
         tune(caller)
         try:
             async with asyncio.timeout(_GREET_S):
@@ -159,7 +159,7 @@ class DialRelay:
             _log.debug("a connection ended: %s", error)
 
     async def _keep(self, secured: _Secured) -> None:
-        """Let a device in, and listen to it until it goes."""
+        """Admit a device, and receive its beats until it goes."""
         name, shown = secured.peer
         if _find_fault(self._known, name, shown):
             self._look()  # it may have joined since
@@ -169,7 +169,7 @@ class DialRelay:
             return
         dialled, key = _Dialled(name, shown, secured), name.casefold()
         if (before := self._dialled.get(key)) is not None:
-            before.secured.close()  # whose end nobody has heard of
+            before.secured.close()  # an earlier connection whose end went unnoticed
         self._dialled[key] = dialled
         _log.info("%s has dialled in", name)
         try:
@@ -178,16 +178,16 @@ class DialRelay:
                 async with asyncio.timeout(LOST_S):
                     if not await secured.hear():
                         break
-                await secured.say()  # so that it knows the same of us
+                await secured.say()  # so that the device knows that the relay is alive
         finally:
             if self._dialled.get(key) is dialled:
                 del self._dialled[key]
                 _log.info("%s is away", name)
-            for task in dialled.peers:  # who would else wait for its answer
+            for task in dialled.peers:  # they would wait for its answer in vain
                 task.cancel()
 
     async def _pass_on(self, peer: socket.socket, secured: _Secured) -> None:
-        """Connect a peer with the device that it asks for, if that is there."""
+        """Connect a peer with the device that it asks for, if that has dialled in."""
         loop, dialled = asyncio.get_running_loop(), self._dialled.get(secured.asked)
         if dialled is None:
             await loop.sock_sendall(peer, secured.alert)
@@ -224,7 +224,7 @@ class DialRelay:
 
 
 def _make_contexts(clusters: Iterable[ClusterConfig]) -> dict[str, ssl.SSLContext]:
-    """Make TLS of every control unit whose key is here, by its name as TLS compares it."""
+    """Make a TLS context for every control unit whose key is here, by its case-folded name."""
     found = {}
     for config in clusters:
         files = config.tls_files(config.control_unit.name)
@@ -238,7 +238,7 @@ def _make_contexts(clusters: Iterable[ClusterConfig]) -> dict[str, ssl.SSLContex
 
 
 def _find_fault(clusters: Iterable[ClusterConfig], name: str, fingerprint: str) -> str:
-    """Return why who shows this certificate may not dial in; empty if it may."""
+    """Explain why the bearer of this certificate may not dial in; return "" if it may."""
     found = next((d for config in clusters for d in config.devices if d.name == name), None)
     if found is None:
         return f"{name[:80]} is no device here"
@@ -247,17 +247,13 @@ def _find_fault(clusters: Iterable[ClusterConfig], name: str, fingerprint: str) 
             f"{name} is listed at {found.address}, and does not dial: remove it, and let it join "
             "again with --dial"
         )
-    if not _may_show(found, fingerprint):
+    if found.fingerprints and fingerprint not in found.fingerprints:
         return f"{name} is a device here, but this is not the certificate that it joined with"
     return ""
 
 
-def _may_show(member: MemberConfig, fingerprint: str) -> bool:
-    return not member.fingerprints or fingerprint in member.fingerprints
-
-
 class _Secured:
-    """This side of TLS with a caller whose first message says for whom it is."""
+    """This side of TLS with a caller, whose first message names the member that it wants."""
 
     def __init__(self, caller: socket.socket, contexts: dict[str, ssl.SSLContext]) -> None:
         self._caller, self._contexts = caller, contexts
@@ -266,7 +262,10 @@ class _Secured:
         self.asked, self.heard, self.alert = "", b"", b""
 
     async def shake_hands(self, begin: bytes) -> bool:
-        """Return whether it is for us; if not, ``heard`` and an ``alert`` are for the caller."""
+        """Shake hands; return whether the caller wants us.
+
+        If not, ``heard`` is for the member that it wants, or ``alert`` for the caller.
+        """
         unnamed = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         unnamed.verify_mode = ssl.CERT_REQUIRED
         unnamed.sni_callback = self._choose
@@ -321,7 +320,7 @@ class _Secured:
         await self._flush()
 
     def close(self) -> None:
-        """End the connection; who waits for the other side hears its end."""
+        """End the connection; tasks that wait for the other side notice its end."""
         with suppress(OSError):
             self._caller.shutdown(socket.SHUT_RDWR)
 
@@ -342,7 +341,7 @@ class _Secured:
 
 
 async def splice(one: socket.socket, other: socket.socket) -> None:
-    """Pass on what comes from each to the other, until both have ended or one is broken off."""
+    """Pass on bytes both ways, until both sides have ended or one is broken off."""
 
     async def pass_on(source: socket.socket, sink: socket.socket) -> None:
         buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -360,7 +359,7 @@ async def splice(one: socket.socket, other: socket.socket) -> None:
 
 
 def tune(connection: socket.socket) -> None:
-    """Send small frames at once, and notice an end that is gone without a word."""
+    """Send small frames at once, and notice a peer that vanished."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -374,7 +373,7 @@ def tune(connection: socket.socket) -> None:
 
 
 def run_until(over: threading.Event, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run ``work`` in a loop of its own until ``over`` is set; it is cancelled then."""
+    """Run ``work`` in an event loop of its own; cancel it when ``over`` is set."""
 
     async def both() -> None:
         task = asyncio.create_task(work())

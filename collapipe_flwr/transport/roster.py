@@ -35,7 +35,7 @@ class Roster:
         return _CONTEXT + (self.text + figures).encode()
 
 
-def signed_roster(text: str, sign: Callable[[bytes], bytes], figures: str = "") -> Roster:
+def sign_roster(text: str, sign: Callable[[bytes], bytes], figures: str = "") -> Roster:
     """Sign a roster, so that members accept it."""
     roster = Roster(text=text, signature="", figures=figures)
     return replace(roster, signature=base64.b64encode(sign(roster.signed)).decode())

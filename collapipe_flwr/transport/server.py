@@ -1,4 +1,4 @@
-"""What all gRPC servers share: how they listen and stop, and deadlines of calls."""
+"""The base of all gRPC servers: listening, stopping, and deadlines of calls."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import grpc
 from collapipe_flwr.core.links import TlsFiles, host_and_port
 from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.transport.intake import STRANGERS_BYTES, Intake
-from collapipe_flwr.transport.keepalive import server_keepalive_options
+from collapipe_flwr.transport.keepalive import make_server_keepalive_options
 from collapipe_flwr.transport.methods import (
     METADATA_BYTES,
     MOST_CONNECTIONS,
     Method,
-    channel_options,
+    make_channel_options,
 )
 from collapipe_flwr.transport.tls import bind
 
@@ -33,10 +33,10 @@ class Server:
     """Listens on HOST:PORT; port 0 takes a free one, which `address` then names.
 
     Use as a context manager. `answers`, by the methods of one service, are called in one of
-    `threads` with the stream of a call's messages and its context; calls beyond `most_calls` are
-    refused at once, and messages above `most_bytes` (None: as frames) before they are read. What
-    comes without a call that its `intake` knows to be admitted is bounded. Raises ConfigError when
-    it cannot be bound.
+    `threads` with the stream of a call's messages and its context. Calls beyond `most_calls` are
+    refused at once, and messages above `most_bytes` (None: as frames) before they are read. Its
+    `intake` bounds the bytes that come without an admitted call. Raises ConfigError when the
+    address cannot be bound.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Server:
         self._server = grpc.server(
             self._callers,
             options=[
-                *channel_options(most_bytes),
-                *server_keepalive_options(),
+                *make_channel_options(most_bytes),
+                *make_server_keepalive_options(),
                 ("grpc.so_reuseport", 0),
                 # One peer, or many that send nothing, must not fill this server's memory.
                 ("grpc.server_handshake_timeout_ms", 10_000),
@@ -68,7 +68,7 @@ class Server:
         )
         (service,) = {method.service for method in answers}
         handlers = {
-            method.name: method.handler(partial(self._count_messages, answer))
+            method.name: method.make_handler(partial(self._count_messages, answer))
             for method, answer in answers.items()
         }
         generic = grpc.method_handlers_generic_handler(service, handlers)
@@ -93,7 +93,7 @@ class Server:
         end_threads(self._callers, "calls")
 
     def _let_go(self) -> None:
-        """End what broken-off calls may wait for."""
+        """End the work that broken-off calls may wait for."""
 
     def _count_messages(
         self, answer: Callable[..., Any], messages: Iterator[bytes], context: grpc.ServicerContext
@@ -102,17 +102,17 @@ class Server:
 
 
 def end_threads(pool: ThreadPoolExecutor, what: str) -> None:
-    """Wait for the threads of a pool; those that do not end in time are logged."""
+    """Wait for the threads of a pool; log those that do not end in time."""
     waiting = threading.Thread(target=pool.shutdown, name="end-threads", daemon=True)
     waiting.start()
     waiting.join(_END_S)
     if waiting.is_alive():
-        _log.error("%s that were told to end have not for %g s: left behind", what, _END_S)
+        _log.error("%s did not end within %g s of the request: left behind", what, _END_S)
 
 
 @contextmanager
-def call_deadline(context: grpc.ServicerContext, seconds: float) -> Iterator[None]:
-    """Cancel the call if the block has not ended in time."""
+def limit_call(context: grpc.ServicerContext, seconds: float) -> Iterator[None]:
+    """Cancel the call if the body has not ended in time."""
     timer = threading.Timer(seconds, context.cancel)
     timer.daemon = True
     timer.start()
@@ -122,9 +122,9 @@ def call_deadline(context: grpc.ServicerContext, seconds: float) -> Iterator[Non
         timer.cancel()
 
 
-def only_message(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-    """Take the message of a call that has one; a peer that does not send it is cut off."""
-    with call_deadline(context, _MESSAGE_S):
+def take_message(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    """Take the message of a call that has one; cut off a peer that does not send it."""
+    with limit_call(context, _MESSAGE_S):
         message = next(messages, None)
     if message is None:
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call without its message")

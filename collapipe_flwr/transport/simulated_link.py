@@ -1,7 +1,7 @@
 """In-memory links that round and delay frames as a real link would.
 
-The codec rounds what is sent. The rate never blocks the sender: a frame arrives when a wire of the
-planned rate would have carried it, and the receiver waits for that.
+The codec rounds tensors when they are sent. The rate never blocks the sender: a frame arrives when
+a wire of the planned rate would have carried it, and the receiver waits until then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collapipe_flwr.transport.codec import WIRE_CODECS
 from collapipe_flwr.transport.stream import RateLimiter
 
 
-def simulated_pair(left: str, right: str, link: LinkConfig) -> tuple[Link, Link]:
+def make_simulated_pair(left: str, right: str, link: LinkConfig) -> tuple[Link, Link]:
     """Make two joined ends that behave as ``link``; ``left`` holds the first, forward end."""
     if link.codec == "fp32" and link == link.unpaced:
         return make_memory_pair(left, right)
@@ -42,7 +42,7 @@ def simulated_pair(left: str, right: str, link: LinkConfig) -> tuple[Link, Link]
 
 
 class SimulatedLink(MemoryLink):
-    """One end of `simulated_pair`.
+    """One end of `make_simulated_pair`.
 
     Hidden states and gradients are rounded by ``codec`` when they are sent, and counted at their
     size on a wire, without headers. The mailboxes hold each frame with its size and with the time
@@ -70,10 +70,10 @@ class SimulatedLink(MemoryLink):
         frame = replace(frame, tensors={name: tensor for name, (tensor, _) in written.items()})
         size_bytes = sum(size for _, size in written.values())
         now_s = time.monotonic()
-        due_s = now_s + self._limiter.delay_s(size_bytes, now_s)
+        due_s = now_s + self._limiter.compute_delay_s(size_bytes, now_s)
         self._outbox.put((frame, size_bytes, due_s), deadline_s)
         self.sent.bytes += size_bytes
-        self.sent.sending_s += self._limiter.carrying_s(size_bytes)
+        self.sent.sending_s += self._limiter.compute_carrying_s(size_bytes)
 
     def receive(self, *, deadline_s: float) -> Frame:
         """Take the next frame; ``deadline_s`` does not count the time that the wire takes."""

@@ -38,15 +38,15 @@ class RateLimiter:
         self._rate_bit_per_s = rate_bit_per_s
         self._free_s = float("-inf")  # when the wire has carried all earlier messages
 
-    def carrying_s(self, size_bytes: int) -> float:
-        """Return for how long a message of this size keeps the wire busy; 0 without a rate."""
+    def compute_carrying_s(self, size_bytes: int) -> float:
+        """Compute how long a message of this size keeps the wire busy; 0 without a rate."""
         return 8 * size_bytes / self._rate_bit_per_s if self._rate_bit_per_s else 0.0
 
-    def delay_s(self, size_bytes: int, now_s: float) -> float:
-        """Return the seconds from now until a message of this size has left."""
+    def compute_delay_s(self, size_bytes: int, now_s: float) -> float:
+        """Compute the seconds from now until a message of this size has left."""
         if self._rate_bit_per_s is None:
             return 0.0
-        self._free_s = max(self._free_s, now_s) + self.carrying_s(size_bytes)
+        self._free_s = max(self._free_s, now_s) + self.compute_carrying_s(size_bytes)
         return self._free_s - now_s
 
 
@@ -101,28 +101,28 @@ class StreamLink:
         self._outbox.fail(error)
 
     def stop_sending(self) -> None:
-        """Let sending raise LinkError from now on: the peer reads no more."""
+        """Make sending raise LinkError from now on, as the peer reads no more."""
         self._outbox.fail(LinkError(f"{self.peer} closed the link"))
 
     def encode_outgoing(self) -> Iterator[bytes]:
         """Yield encoded frames until the link ends; gRPC consumes it.
 
-        A frame's delay begins when it was put. If it began after the transport took the frame
-        before, a link as fast as its rate would carry half of that.
+        A frame's delay begins when it was put into the queue. If it began when the transport took
+        the earlier frame, a link as fast as its rate would carry half of it.
         """
         while True:
             try:
                 put_s, data = self._outbox.get(None)
             except LinkError:
                 return
-            leaves_s = put_s + self._limiter.delay_s(len(data), put_s)
+            leaves_s = put_s + self._limiter.compute_delay_s(len(data), put_s)
             if (delay_s := leaves_s - time.monotonic()) > 0:
                 self._over.wait(delay_s)
             left_s = time.monotonic()
             self.sent.note(self._stream_id, left_s, len(data))
             yield data
             taken_s = time.monotonic() - left_s
-            self.sent.sending_s += max(taken_s, self._limiter.carrying_s(len(data)))
+            self.sent.sending_s += max(taken_s, self._limiter.compute_carrying_s(len(data)))
 
     def feed(self, messages: Iterable[bytes]) -> None:
         """Read the stream until it ends. Errors end the link and reach its receiver."""
@@ -146,7 +146,7 @@ class StreamLink:
         if frame.kind is FrameKind.ERROR:
             self.break_off(read_error(frame, self.peer))
         else:
-            # As it is in memory: a codec makes it smaller on the wire, up to eight times.
+            # The size in memory: a codec makes a frame up to eight times smaller on the wire.
             self._inbox.put(frame, None, size_bytes=max(frame.tensor_bytes, len(data)))
 
     def _give_up(self, told: LinkError, error: LinkError | None = None) -> None:

@@ -1,7 +1,7 @@
 """gRPC credentials from PEM files: TLS, and mutual TLS where both sides show certificates.
 
 The validity of a certificate is parsed here, without the package `cryptography`, because a daemon
-that waits should hold little memory and needs just two dates. They are in ASN.1 (X.690): a tag, a
+that waits should hold little memory and needs two dates only. They are in ASN.1 (X.690): a tag, a
 length, the content; the certificate's first element has an optional version, serial number,
 algorithm, issuer and then the two times.
 """
@@ -37,23 +37,23 @@ NOT_DIALLED = (
 )
 
 
-def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Build the credentials of a server, which shows a certificate that is renewed from then on.
+def build_server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """Build the credentials of a server, which shows later renewals of its certificate, too.
 
     Raises ConfigError when a file is missing or out of date, or the key is another certificate's.
     """
     certificate, key = files.certificate, files.key
     if certificate is None or key is None:
         raise ConfigError("a TLS server needs a certificate and a key")
-    ca = None if files.ca is None else _certificate(files.ca)
-    shown = [_pair(certificate, key)]
+    ca = None if files.ca is None else _read_certificate(files.ca)
+    shown = [_read_pair(certificate, key)]
 
     def newer() -> grpc.ServerCertificateConfiguration | None:
-        """Read the files before a handshake; None where nothing is new, or of any use."""
+        """Read the files before a handshake; None where nothing is new, or nothing is usable."""
         try:
             if certificate.read_bytes() == shown[0][1]:
                 return None
-            shown[0] = _pair(certificate, key)
+            shown[0] = _read_pair(certificate, key)
         except (ConfigError, OSError) as error:
             _log.warning("an older certificate is shown: %s", error)
             return None
@@ -66,16 +66,16 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     )
 
 
-def client_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
+def build_client_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
     """Build the credentials of a client; raises ConfigError as those of a server."""
     if files.ca is None:
         raise ConfigError("a TLS client needs the CA certificate that signed its servers")
     if (files.certificate is None) != (files.key is None):
         raise ConfigError("a client certificate and its key go together; one of them is missing")
-    ca = _certificate(files.ca)
+    ca = _read_certificate(files.ca)
     if files.certificate is None or files.key is None:
         return grpc.ssl_channel_credentials(ca)
-    return grpc.ssl_channel_credentials(ca, *_pair(files.certificate, files.key))
+    return grpc.ssl_channel_credentials(ca, *_read_pair(files.certificate, files.key))
 
 
 def bind(server: grpc.Server, listen: str, tls: TlsFiles | None) -> str:
@@ -89,9 +89,9 @@ def bind(server: grpc.Server, listen: str, tls: TlsFiles | None) -> str:
         if tls is None:
             port = server.add_insecure_port(listen)
         else:
-            port = server.add_secure_port(listen, server_credentials(tls))
+            port = server.add_secure_port(listen, build_server_credentials(tls))
     except RuntimeError as error:
-        raise _cannot_listen(listen, str(error)) from error
+        raise _explain_listening(listen, str(error)) from error
     return f"{host}:{port}"
 
 
@@ -101,7 +101,7 @@ def _check_free(listen: str) -> None:
     try:
         places = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise _cannot_listen(listen, error.strerror) from error
+        raise _explain_listening(listen, error.strerror) from error
     reasons = []
     for family, kind, protocol, _, place in places:
         try:
@@ -111,10 +111,10 @@ def _check_free(listen: str) -> None:
             return  # gRPC, too, is content with one of them
         except OSError as error:
             reasons.append(error)
-    raise _cannot_listen(listen, reasons[0].strerror) from reasons[0]
+    raise _explain_listening(listen, reasons[0].strerror) from reasons[0]
 
 
-def _cannot_listen(listen: str, why: str | None) -> ConfigError:
+def _explain_listening(listen: str, why: str | None) -> ConfigError:
     return ConfigError(
         f"cannot listen on {listen} ({why}): choose a free port and an address of this machine"
     )
@@ -125,15 +125,15 @@ def open_channel(
 ) -> grpc.Channel:
     """Open a channel to ``address``, in plain text without ``tls``; nothing is sent yet.
 
-    Members reach each other themselves, whatever proxy the environment names for the web.
+    Members reach each other directly: a web proxy of the environment is ignored.
     """
     options = [*(options or []), ("grpc.enable_http_proxy", 0)]
     if tls is None:
         return grpc.insecure_channel(address, options)
-    return grpc.secure_channel(address, client_credentials(tls), options)
+    return grpc.secure_channel(address, build_client_credentials(tls), options)
 
 
-def trusting_context() -> ssl.SSLContext:
+def make_trusting_context() -> ssl.SSLContext:
     """Make a client's context that accepts any certificate, for the caller to judge."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -142,7 +142,7 @@ def trusting_context() -> ssl.SSLContext:
 
 
 def check_pair(certificate: Path, key: Path, way_out: str) -> None:
-    """Raise ConfigError, which ends with the ``way_out``, when the two are no pair."""
+    """Raise ConfigError, whose sentence ends with ``way_out``, when the two are no pair."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_ciphers("ALL:@SECLEVEL=0")  # the strength of the key is not checked here
     try:
@@ -153,20 +153,22 @@ def check_pair(certificate: Path, key: Path, way_out: str) -> None:
         ) from error
 
 
-def validity_of(pem: bytes) -> tuple[datetime, datetime]:
-    """Return begin and end of the first certificate in PEM; raises ConfigError without one."""
-    der = _der(pem)
+def read_validity(pem: bytes) -> tuple[datetime, datetime]:
+    """Read begin and end of the first certificate in PEM; raises ConfigError without one."""
+    der = _decode_pem(pem)
     try:
-        ((_, certificate),) = _elements(der)
-        signed = next(content for _, content in _elements(certificate))
-        fields = [(tag, content) for tag, content in _elements(signed) if tag != _VERSION]
-        begins, ends = (_moment(tag, content) for tag, content in _elements(fields[3][1]))
+        ((_, certificate),) = _iterate_elements(der)
+        signed = next(content for _, content in _iterate_elements(certificate))
+        fields = [(tag, content) for tag, content in _iterate_elements(signed) if tag != _VERSION]
+        begins, ends = (
+            _parse_moment(tag, content) for tag, content in _iterate_elements(fields[3][1])
+        )
     except (IndexError, StopIteration, ValueError) as error:
         raise ConfigError(f"its certificate cannot be read: {error}") from error
     return begins, ends
 
 
-def _der(pem: bytes) -> bytes:
+def _decode_pem(pem: bytes) -> bytes:
     found = _PEM.search(pem)
     if found is None:
         raise ConfigError("no certificate in PEM is in it")
@@ -178,19 +180,19 @@ def _der(pem: bytes) -> bytes:
 
 def fingerprint(pem: bytes) -> str:
     """Return the SHA-256 of the first certificate in PEM; raises ConfigError without one."""
-    return sha256(_der(pem)).hexdigest()
+    return sha256(_decode_pem(pem)).hexdigest()
 
 
 def is_due(pem: bytes, now: datetime) -> bool:
     """Return whether a certificate has a third of its time left or less, or has ended."""
-    begins, ends = validity_of(pem)
+    begins, ends = read_validity(pem)
     return ends - now <= (ends - begins) / 3
 
 
 def check_validity(path: str, pem: bytes, now: datetime) -> None:
-    """Raise ConfigError with the way out when a certificate is not valid now."""
+    """Raise ConfigError when a certificate is not valid ``now``."""
     try:
-        begins, ends = validity_of(pem)
+        begins, ends = read_validity(pem)
     except ConfigError as error:
         raise ConfigError(f"{path} is no certificate: {error}") from error
     if now > ends:
@@ -207,20 +209,20 @@ def check_validity(path: str, pem: bytes, now: datetime) -> None:
         )
 
 
-def _pair(certificate: Path, key: Path) -> tuple[bytes, bytes]:
+def _read_pair(certificate: Path, key: Path) -> tuple[bytes, bytes]:
     """Read key and certificate, in gRPC's order."""
-    pair = (_read(key), _certificate(certificate))
+    pair = (_read(key), _read_certificate(certificate))
     check_pair(certificate, key, _ANEW)
     return pair
 
 
-def _certificate(path: Path) -> bytes:
+def _read_certificate(path: Path) -> bytes:
     pem = _read(path)
-    check_validity(str(path), pem, _now())
+    check_validity(str(path), pem, _read_clock())
     return pem
 
 
-def _now() -> datetime:
+def _read_clock() -> datetime:
     return datetime.now(UTC)
 
 
@@ -234,7 +236,7 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
+def _iterate_elements(der: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield tag and content of each element in a row."""
     at = 0
     while at < len(der):
@@ -248,7 +250,7 @@ def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
         at += length
 
 
-def _moment(tag: int, text: bytes) -> datetime:
+def _parse_moment(tag: int, text: bytes) -> datetime:
     """Parse UTCTime, whose two digits mean 1950 to 2049, or GeneralizedTime, which has four."""
     digits = text.decode("ascii")
     if tag == _UTC_TIME:

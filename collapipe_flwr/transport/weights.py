@@ -1,4 +1,4 @@
-"""State dicts as a stream of frames: large tensors in pieces, small ones together, then a count."""
+"""State dicts as streams of frames: large tensors in pieces, small ones together, then a count."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIECE_BYTES = 4 * 2**20
 MOST_TENSORS = 65_536  # far beyond any model
 
 
-def weight_frames(weights: Mapping[str, Tensor], piece_bytes: int = PIECE_BYTES) -> Iterator[Frame]:
+def cut_weights(weights: Mapping[str, Tensor], piece_bytes: int = PIECE_BYTES) -> Iterator[Frame]:
     """Yield WEIGHTS frames of at most `piece_bytes`, then END with the number of tensors.
 
     Small tensors share a frame, whose text lists where each piece begins and its tensor's shape.
@@ -32,17 +32,17 @@ def weight_frames(weights: Mapping[str, Tensor], piece_bytes: int = PIECE_BYTES)
         for offset in range(0, max(flat.numel(), 1), step):
             piece = flat[offset : offset + step]
             if pieces and (piece.nbytes > room or len(pieces) == LIMITS.tensors):
-                yield _weights_frame(pieces, places)
+                yield _make_frame(pieces, places)
                 pieces, places, room = {}, [], piece_bytes
             pieces[key] = piece
             places.append((offset, *tensor.shape))
             room -= piece.nbytes
     if pieces:
-        yield _weights_frame(pieces, places)
+        yield _make_frame(pieces, places)
     yield Frame(kind=FrameKind.END, scalars={"tensors": float(len(weights))})
 
 
-def _weights_frame(pieces: Mapping[str, Tensor], places: Sequence[tuple[int, ...]]) -> Frame:
+def _make_frame(pieces: Mapping[str, Tensor], places: Sequence[tuple[int, ...]]) -> Frame:
     return Frame(kind=FrameKind.WEIGHTS, tensors=pieces, text=json.dumps(places))
 
 
@@ -61,10 +61,11 @@ def gather_each(
     take: Callable[[str, Tensor], object],
     reserve: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Pass every tensor behind the frames to `take` when it is complete, and hold it no longer.
+    """Pass every tensor behind the frames to `take` as soon as it is complete, and release it.
 
-    `reserve` is called with the bytes of each tensor before. Raises ProtocolError when pieces are
-    missing or out of order, or when there are more than `MOST_TENSORS` tensors or `most_bytes`.
+    `reserve` is called with the bytes of each tensor before it is allocated. Raises ProtocolError
+    when pieces are missing or out of order, or when there are more than `MOST_TENSORS` tensors or
+    `most_bytes`.
     """
     begun: dict[str, Tensor] = {}
     filled: dict[str, int] = {}
@@ -73,7 +74,7 @@ def gather_each(
         if frame.kind is FrameKind.END:
             _check_complete(begun, filled, frame)
             return
-        for key, piece, offset, shape in _pieces(frame):
+        for key, piece, offset, shape in _read_pieces(frame):
             if key not in filled:
                 size_bytes = math.prod(shape) * piece.element_size()
                 told_bytes += size_bytes
@@ -94,7 +95,7 @@ def gather_each(
     raise ProtocolError("a stream of weights broke off before its END")
 
 
-def _pieces(frame: Frame) -> Iterator[tuple[str, Tensor, int, tuple[int, ...]]]:
+def _read_pieces(frame: Frame) -> Iterator[tuple[str, Tensor, int, tuple[int, ...]]]:
     """Yield the pieces of a frame, with where they begin and the shapes of their tensors."""
     if frame.kind is not FrameKind.WEIGHTS:
         raise ProtocolError(f"{frame.kind.name} in a stream of weights")

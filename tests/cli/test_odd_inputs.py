@@ -129,7 +129,7 @@ def _as_a_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.chdir(folder)
     monkeypatch.setattr("collapipe_flwr.host.daemon.hide_unused_libraries", lambda: None)
     for module, served in (
-        ("host.daemon", "_servicer"),
+        ("host.daemon", "_make_servicer"),
         ("federation.client.resident", "ControlUnit"),
     ):
         monkeypatch.setattr(f"collapipe_flwr.{module}.{served}", _accepted)

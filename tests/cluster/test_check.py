@@ -199,9 +199,9 @@ def test_an_edge_that_trains_another_cluster_is_busy_with_its_machine_alone(
 ) -> None:
     config = read_cluster(pair)
     edge = replace(config.edge, address=config.edge.address.replace("127.0.0.1", host))
-    status = HostClient.status
+    status = HostClient.ask_status
     monkeypatch.setattr(
-        HostClient, "status", lambda c: replace(status(c), at_work=c.peer.startswith("edge"))
+        HostClient, "ask_status", lambda c: replace(status(c), at_work=c.peer.startswith("edge"))
     )
     block = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=0.05)
     found = check_cluster(replace(config, edge=edge), CheckSettings(block=block), lambda _: None)

@@ -27,7 +27,7 @@ SLOW = pytest.mark.slow
 
 def sessions_of(daemon: Daemon) -> int:
     with HostClient(daemon.address) as client:
-        return client.health().sessions
+        return client.ask_health().sessions
 
 
 @pytest.mark.long

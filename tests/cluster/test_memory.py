@@ -153,7 +153,7 @@ def test_a_daemon_never_uses_more_memory_than_its_plans_were_priced_at() -> None
             cluster.round(stop)
             peak_bytes, now_bytes = (resident(pid, n) - idle_bytes for n in ("VmHWM", "VmRSS"))
             assert peak_bytes <= max(priced[before], priced[stop]) + MARGIN_BYTES
-            assert client.health().held_bytes == cluster.kept_bytes(stop)
+            assert client.ask_health().held_bytes == cluster.kept_bytes(stop)
             assert now_bytes <= cluster.kept_bytes(stop) + MARGIN_BYTES
 
 

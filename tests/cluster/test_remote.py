@@ -37,7 +37,7 @@ def test_a_daemon_that_has_not_loaded_torch_is_there(tmp_path: Path) -> None:
         boards = fleet(daemon.address, "127.0.0.1:1")
         assert boards.missing(["shed/0", "shed/1"]) == {"shed/1"}
         with HostClient(daemon.address) as client:
-            assert not client.status().awake
+            assert not client.ask_status().awake
 
 
 def test_where_none_answers_all_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_a_daemon_that_is_stopping_is_lost() -> None:
         while drain.is_alive() and not boards.missing(["shed/0"]):
             pass
         assert drain.is_alive()
-        client.session(session_key()).close()
+        client.get_session(session_key()).close()
         drain.join(60)
 
 

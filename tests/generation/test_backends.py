@@ -241,8 +241,8 @@ def test_daemons_write_the_same_text_and_keep_nothing(model_type: str) -> None:
         assert found == [case.unsplit(prompt) for prompt in PROMPTS]
         for member in cluster.devices:
             with HostClient(member.address) as device:
-                assert device.health().sessions == 0
-        assert client.health().sessions == 0
+                assert device.ask_health().sessions == 0
+        assert client.ask_health().sessions == 0
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_texts_end_on_the_edges_of_the_file_and_heed_its_trust() -> None:
             sessions = []
             for member in boards:
                 with HostClient(member.address) as device:
-                    sessions.append(device.health().sessions)
+                    sessions.append(device.ask_health().sessions)
             assert sessions == [1, 1, 1]
         home = replace(cluster, privacy=PrivacyConfig(labels="home"))
         with pytest.raises(ConfigError, match=r"--edge .* keeps the head at its control unit"):

@@ -45,7 +45,7 @@ class Shed:
                 continue
             tls = cluster.tls_files("control-unit")
             with HostClient(member.address, tls=tls, certificate_name=member.name) as client:
-                total += client.health().sessions
+                total += client.ask_health().sessions
         return total
 
 

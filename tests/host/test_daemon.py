@@ -68,7 +68,7 @@ def test_a_stop_breaks_streams_off_after_their_grace():
         daemon.process.send_signal(signal.SIGTERM)
         assert daemon.process.wait(60) == 0
         with pytest.raises(LinkError, match="cannot be reached"):
-            client.session(session_key()).report()
+            client.get_session(session_key()).report()
 
 
 def test_a_host_that_cannot_end_says_what_keeps_it_and_ends():
@@ -119,22 +119,22 @@ def test_only_members_of_the_cluster_may_call(tmp_path: Path):
     device = Daemon("device", "--name", "pi-1", "--allow", "cu", tls=members["pi-1"])
     with running(device) as (daemon,):
         with HostClient(daemon.address, tls=members["cu"], deadline_s=200) as client:
-            assert client.health().sessions == 0
+            assert client.ask_health().sessions == 0
         with (
             HostClient(daemon.address, tls=members["stranger"]) as client,
             pytest.raises(LinkError, match=r"names stranger, .*no member here"),
         ):
-            client.health()
+            client.ask_health()
         with (
             HostClient(daemon.address, tls=outside["cu"], deadline_s=5) as client,
             pytest.raises(LinkError),
         ):
-            client.health()
+            client.ask_health()
         with HostClient(daemon.address, deadline_s=5) as client, pytest.raises(LinkError):
-            client.health()
+            client.ask_health()
         named = {"tls": members["cu"], "certificate_name": "pi-2", "deadline_s": 5.0}
         with HostClient(daemon.address, **named) as client, pytest.raises(LinkError):
-            client.health()
+            client.ask_health()
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:50071", "[::]:50071", "10.0.0.1:50071"])

@@ -18,7 +18,7 @@ from collapipe_flwr.host.energy import (
     Pi5Pmic,
     Rapl,
     Reading,
-    energy_meter,
+    make_energy_meter,
 )
 
 NOWHERE = "/nowhere/vcgencmd"
@@ -95,15 +95,15 @@ class Played:
 def metered(*looks: tuple[float, float | Exception]) -> float | None:
     """Joules of an interval; its first and last looks are these, the others of intervals within."""
     meter = Played(*looks).meter()
-    with meter.interval() as outer:
+    with meter.meter_interval() as outer:
         for _ in range((len(looks) - 2) // 2):
-            with meter.interval():
+            with meter.meter_interval():
                 pass
     return outer.joules
 
 
 def counted(rapl: Rapl, before: Reading) -> float:
-    return rapl.joules(before, rapl.read(), 1.0)
+    return rapl.measure_joules(before, rapl.read(), 1.0)
 
 
 def test_packages_and_their_memory_are_added_up_and_nothing_twice(tmp_path: Path) -> None:
@@ -151,35 +151,38 @@ def test_a_pi_5_multiplies_each_rails_current_and_voltage(tmp_path: Path) -> Non
     [('error=1 error_msg="Command not registered"', 0), ("", 255), ("VDD_A current(1)=..A", 0)],
 )
 def test_a_board_without_that_chip_is_modelled(text: str, code: int, tmp_path: Path) -> None:
-    assert not energy_meter(AUTO, root=tmp_path, vcgencmd=pmic(tmp_path, text, code)).name
+    assert not make_energy_meter(AUTO, root=tmp_path, vcgencmd=pmic(tmp_path, text, code)).name
 
 
 def test_the_sensor_is_found_and_tells_its_power(tmp_path: Path) -> None:
-    found = energy_meter(AUTO, root=tmp_path, vcgencmd=pmic(tmp_path, PMIC))
-    assert (found.name, found.power_w()) == ("pi5-pmic", pytest.approx(2.53))
+    found = make_energy_meter(AUTO, root=tmp_path, vcgencmd=pmic(tmp_path, PMIC))
+    assert (found.name, found.measure_power_w()) == ("pi5-pmic", pytest.approx(2.53))
     monitor(tmp_path, 0, {"VDD_IN": (5000, 1000)})
-    found = energy_meter(AUTO, root=tmp_path, vcgencmd=pmic(tmp_path, PMIC))
-    assert (found.name, found.power_w()) == ("ina3221", pytest.approx(5.0))
-    assert energy_meter("pi5-pmic", root=tmp_path, vcgencmd=pmic(tmp_path, PMIC)).name == "pi5-pmic"
+    found = make_energy_meter(AUTO, root=tmp_path, vcgencmd=pmic(tmp_path, PMIC))
+    assert (found.name, found.measure_power_w()) == ("ina3221", pytest.approx(5.0))
+    assert (
+        make_energy_meter("pi5-pmic", root=tmp_path, vcgencmd=pmic(tmp_path, PMIC)).name
+        == "pi5-pmic"
+    )
 
 
 def test_a_machine_without_a_sensor_is_modelled_and_a_named_one_must_be_there(
     tmp_path: Path,
 ) -> None:
     for name in (AUTO, NONE):
-        meter = energy_meter(name, root=tmp_path, vcgencmd=NOWHERE)
-        with meter.interval() as used:
+        meter = make_energy_meter(name, root=tmp_path, vcgencmd=NOWHERE)
+        with meter.meter_interval() as used:
             pass
-        assert (meter.name, meter.power_w(), used.joules) == ("", None, None)
-    with pytest.raises(ConfigError, match=r"--energy-sensor rapl tells no power here: let this"):
-        energy_meter("rapl", root=tmp_path, vcgencmd=NOWHERE)
+        assert (meter.name, meter.measure_power_w(), used.joules) == ("", None, None)
+    with pytest.raises(ConfigError, match=r"--energy-sensor rapl reads no power here: let this"):
+        make_energy_meter("rapl", root=tmp_path, vcgencmd=NOWHERE)
     with pytest.raises(ConfigError, match="one of auto, none, ina3221, pi5-pmic, rapl, got 'ina'"):
-        energy_meter("ina", root=tmp_path)
+        make_energy_meter("ina", root=tmp_path)
 
 
 def test_a_counter_that_stands_still_is_no_sensor(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", 0)  # as virtual machines have it
-    assert not energy_meter(AUTO, root=tmp_path, vcgencmd=NOWHERE).name
+    assert not make_energy_meter(AUTO, root=tmp_path, vcgencmd=NOWHERE).name
 
 
 def test_power_is_integrated_between_looks() -> None:
@@ -211,17 +214,17 @@ def test_what_stands_still_is_not_metered() -> None:
 def test_intervals_at_the_same_time_share_and_the_next_one_begins_anew() -> None:
     looks = ((0, 5.0), (10, 5.0), (30, 5.0), (40, 5.0), (100, 7.0), (101, 7.0))
     meter = Played(*looks).meter()
-    with meter.interval() as outer, meter.interval() as inner:
+    with meter.meter_interval() as outer, meter.meter_interval() as inner:
         pass
     assert (outer.joules, inner.joules) == (pytest.approx(50 + 50 + 50), pytest.approx(50))
-    with meter.interval() as later:
+    with meter.meter_interval() as later:
         pass
     assert later.joules == pytest.approx(7.0)
 
 
 def test_of_two_intervals_that_began_together_one_goes_on_when_the_other_ends() -> None:
     meter = Played((0, 5.0), (0, 5.0), (10, 5.0), (20, 5.0)).meter()
-    with meter.interval() as outer, meter.interval() as inner:
+    with meter.meter_interval() as outer, meter.meter_interval() as inner:
         pass
     assert (outer.joules, inner.joules) == (pytest.approx(75.0), pytest.approx(25.0))
 
@@ -249,6 +252,6 @@ def test_a_sensor_is_looked_at_while_an_interval_is_open(monkeypatch: pytest.Mon
     sensor = Counter()
     meter = EnergyMeter(sensor, clock=itertools.count().__next__)  # a second from look to look
     monkeypatch.setattr(energy, "_MOST_PERIODS", 10_000)
-    with meter.interval() as used:
+    with meter.meter_interval() as used:
         assert sensor.seen.wait(60.0)
     assert used.joules == 20.0 * (sensor.looks - 1)

@@ -50,7 +50,7 @@ def run_until_it_breaks(address: str, action, deadline_s: float = DEADLINE_S):
     parts = make_parts((2,))
     with HostClient(address, deadline_s=DEADLINE_S) as client:
         open_session(client, parts[2])
-        cluster = Cluster(parts, client.session(session_key()).stream(), deadline_s=deadline_s)
+        cluster = Cluster(parts, client.get_session(session_key()).stream(), deadline_s=deadline_s)
         trigger = _Trigger(parts[1], action)
         with pytest.raises(LinkError) as caught, cluster.running() as first:
             for _ in range(1000):
@@ -90,10 +90,10 @@ def test_an_edge_that_restarts_takes_a_new_session_for_the_same_cluster(edge_pro
             client.attempt_patiently(lambda: client.open_session(request("c2"))).push_weights(
                 head.state_dict()
             )
-            found = client.session(session_key("c2")).fetch_weights()
+            found = client.get_session(session_key("c2")).fetch_weights()
             assert all(torch.equal(found[key], t) for key, t in head.state_dict().items())
             with pytest.raises(LinkError, match="no session c1"):
-                client.session(session_key()).fetch_weights()
+                client.get_session(session_key()).fetch_weights()
         finally:
             again.kill()
             again.wait(60)
@@ -114,10 +114,10 @@ def test_a_client_that_vanishes_frees_its_session():
     with HostServer("127.0.0.1:0", service()) as server:
         client = HostClient(server.address)
         open_session(client, make_parts((1,))[2])
-        client.session(session_key()).stream()
+        client.get_session(session_key()).stream()
         client.close()
         with HostClient(server.address) as watcher:
             until = time.monotonic() + DEADLINE_S
-            while watcher.health().sessions and time.monotonic() < until:
+            while watcher.ask_health().sessions and time.monotonic() < until:
                 time.sleep(0.02)
-            assert watcher.health().sessions == 0
+            assert watcher.ask_health().sessions == 0

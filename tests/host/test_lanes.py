@@ -25,7 +25,7 @@ def test_the_lanes_of_a_stage_claim_one_stream_and_each_of_them_once() -> None:
     assert not stream.session.enter(stream, Lane(0, 2), told_to_end())
     assert stream.session.enter(stream, Lane(1, 2), told_to_end())
     edge.serve(stream, stream.lanes.upstream)
-    assert edge.health().running == 0
+    assert edge.measure_load().running == 0
     assert edge.report(session_key()).steps == 0
 
 
@@ -60,7 +60,7 @@ def test_every_replica_but_the_last_waits_for_the_next_one() -> None:
 
 def test_over_the_wire_a_lane_that_breaks_off_is_heard_by_the_other() -> None:
     with HostServer("127.0.0.1:0", opened(service())) as host, HostClient(host.address) as client:
-        session = client.session(session_key())
+        session = client.get_session(session_key())
         first = session.stream(config=LinkConfig(lane=0, lanes=2))
         with pytest.raises(LinkError, match="in the middle of a stream"):
             session.stream(config=LinkConfig(lane=0, lanes=2))
@@ -73,7 +73,7 @@ def test_over_the_wire_a_lane_that_breaks_off_is_heard_by_the_other() -> None:
 
 def test_over_the_wire_a_lane_that_waits_alone_ends_with_its_stream() -> None:
     with HostServer("127.0.0.1:0", opened(service())) as host, HostClient(host.address) as client:
-        session = client.session(session_key())
+        session = client.get_session(session_key())
         alone = session.stream(config=LinkConfig(lane=0, lanes=2))
         alone.close("gave up")
         again = session.stream(config=LinkConfig(lane=0, lanes=2))

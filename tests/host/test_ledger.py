@@ -47,7 +47,12 @@ def test_a_reservation_is_made_as_a_whole_or_not_at_all() -> None:
         other.reserve({"a": 3, "b": 2})
     assert ledger.held_bytes == 6
     one.reserve({"a": 1, "c": 5})  # as much as before
-    assert (ledger.held_bytes, one.size("a"), one.size("b"), one.size("c")) == (8, 1, 2, 5)
+    assert (ledger.held_bytes, one.find_size("a"), one.find_size("b"), one.find_size("c")) == (
+        8,
+        1,
+        2,
+        5,
+    )
     one.close()
     assert (ledger.held_bytes, ledger.peak_bytes) == (0, 8)
     with pytest.raises(NoRoom, match="was closed"):
@@ -85,7 +90,7 @@ def test_a_push_without_room_changes_nothing(most_bytes: int) -> None:
         host.push_weights(session_key("a"), HEAD)
     assert ledger.held_bytes == 0
     with pytest.raises(LinkError, match="push them first"):
-        host.weights(session_key("a"))
+        host.copy_weights(session_key("a"))
 
 
 def test_pushes_side_by_side_share_the_room() -> None:
@@ -132,7 +137,7 @@ def _device(ledger: Ledger) -> HostService:
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
     host.push_weights(session_key("old"), PartState(weights=HEAD, optimizer=slots).copy().flatten())
     host.close(session_key("old"))
-    assert ledger.held_bytes == host.spare_bytes() == 3 * WEIGHTS + STEPS
+    assert ledger.held_bytes == host.count_spare_bytes() == 3 * WEIGHTS + STEPS
     return host
 
 
@@ -141,12 +146,12 @@ def test_what_the_next_session_asks_for_is_handed_over_and_the_rest_forgotten() 
     host = _device(ledger)
     host.open(request("new", optimizer=ADAMW))
     digests = compute_digests({"out.weight": HEAD["out.weight"], "out.bias": torch.ones(5)})
-    assert host.missing(session_key("new"), digests) == ("out.bias",)
+    assert host.find_missing(session_key("new"), digests) == ("out.bias",)
     assert ledger.held_bytes == HEAD["out.weight"].nbytes
-    assert host.missing(session_key("new"), digests) == ("out.bias",)  # twice is fine
+    assert host.find_missing(session_key("new"), digests) == ("out.bias",)  # twice is fine
     host.push_weights(session_key("new"), {"out.bias": torch.ones(5)})
     assert ledger.held_bytes == STATE
-    assert torch.equal(host.weights(session_key("new"))["out.weight"], HEAD["out.weight"])
+    assert torch.equal(host.copy_weights(session_key("new"))["out.weight"], HEAD["out.weight"])
 
 
 def test_slots_of_equal_content_stay_apart() -> None:
@@ -155,11 +160,11 @@ def test_slots_of_equal_content_stay_apart() -> None:
     host.open(request("new", optimizer=ADAMW))
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
     state = PartState(weights=HEAD, optimizer=slots).flatten()
-    assert host.missing(session_key("new"), compute_digests(state)) == ()
+    assert host.find_missing(session_key("new"), compute_digests(state)) == ()
     host.push_weights(session_key("new"), {})
     with host.read(session_key("new"), with_optimizer=True) as tensors:
         assert len({t.data_ptr() for t in tensors.values()}) == len(state)
-    found = host.weights(session_key("new"), with_optimizer=True)
+    found = host.copy_weights(session_key("new"), with_optimizer=True)
     assert all(torch.equal(found[key], state[key]) for key in state)
 
 
@@ -171,7 +176,7 @@ def test_a_part_is_pushed_into_a_host_that_is_as_large_as_its_state() -> None:
     slots = {key: (torch.ones(()), p, p) for key, p in HEAD.items()}
     state = dict(PartState(weights=HEAD, optimizer=slots).copy().flatten())
     state["out.weight"] += 1
-    wanted = host.missing(session_key("new"), compute_digests(state))
+    wanted = host.find_missing(session_key("new"), compute_digests(state))
     assert wanted == ("out.weight",)
     host.push_weights(session_key("new"), {key: state[key] for key in wanted})
     assert ledger.held_bytes == ledger.peak_bytes == STATE
@@ -194,10 +199,10 @@ def test_a_step_that_does_not_end_keeps_its_room_until_it_does(
         with pytest.raises(LinkError, match="what uses it has not ended"):
             host.close(session_key("a"))
         with pytest.raises(LinkError, match="no session a"):
-            host.weights(session_key("a"))
+            host.copy_weights(session_key("a"))
         assert ledger.held_bytes == STATE
         gate.opened.set()
-    assert (ledger.held_bytes, host.health().sessions) == (0, 0)
+    assert (ledger.held_bytes, host.measure_load().sessions) == (0, 0)
 
 
 def test_the_next_segment_waits_for_the_room_of_one_whose_pass_has_not_ended(
@@ -227,7 +232,7 @@ def test_the_next_segment_waits_for_the_room_of_one_whose_pass_has_not_ended(
             early = list(replayed)
             gate.opened.set()
     assert (early, replayed) == ([], [None])
-    assert host.weights(session_key("b"))
+    assert host.copy_weights(session_key("b"))
 
 
 class FakeContext:

@@ -69,7 +69,7 @@ def test_names_that_peers_make_up_do_not_grow_the_answer_without_bound() -> None
     tally = Tally()
     for number in range(10 * MOST_CLUSTERS):
         tally.count(request(cluster_id=f"made-up-{number}" + "x" * 500), REPORT)
-    found = tally.by_cluster()
+    found = tally.copy_counts()
     assert len(found) == MOST_CLUSTERS + 1
     assert found[OTHERS].counts["steps"] == 9 * MOST_CLUSTERS * REPORT.steps
     assert max(map(len, found)) <= 80
@@ -143,7 +143,7 @@ def test_a_device_tells_its_load_when_scraped_and_logs_what_it_does_as_json_line
             found = scrape(address)
             assert found["collapipe_host_sessions",] == 1
             assert found["collapipe_host_running",] == 0
-            client.session(session_key()).close()
+            client.get_session(session_key()).close()
             assert scrape(address)["collapipe_host_sessions",] == 0
         lines = [json.loads(line) for line in device.logs()]
     assert lines[0]["level"] == "warning" and lines[0]["message"].startswith("plain text")

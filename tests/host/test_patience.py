@@ -23,7 +23,7 @@ def test_an_edge_that_restarts_after_the_heartbeat_gave_it_up_is_found_again() -
     with HostServer("127.0.0.1:0", service()) as first:
         address = first.address
         client = HostClient(address, deadline_s=5, patience_s=120, heartbeat=heartbeat)
-        client.health()
+        client.ask_health()
     away_s, start_s = heartbeat.lost_after_s + 2.0, time.monotonic()
     back: list[HostServer] = []
 
@@ -35,7 +35,7 @@ def test_an_edge_that_restarts_after_the_heartbeat_gave_it_up_is_found_again() -
     timer.start()
     try:
         with client, pytest.raises(LinkError, match="no session"):
-            client.session(session_key()).report()
+            client.get_session(session_key()).report()
         assert away_s - 0.5 < time.monotonic() - start_s < away_s + 100
     finally:
         timer.join()
@@ -68,7 +68,7 @@ def test_an_edge_that_answers_but_breaks_calls_off_is_asked_ever_more_rarely() -
             HostClient(address, deadline_s=5, patience_s=patience_s) as client,
             pytest.raises(Unreachable, match="draining"),
         ):
-            client.session(session_key()).report()
+            client.get_session(session_key()).report()
     finally:
         server.stop(0).wait(5)
     assert time.monotonic() - start_s >= patience_s - 0.2
@@ -85,5 +85,5 @@ def test_the_calls_of_many_sessions_wait_once_for_an_edge_that_is_away() -> None
     with HostClient(address, deadline_s=5, patience_s=patience_s) as client:
         for _ in range(sessions):
             with pytest.raises(Unreachable):
-                client.session(session_key()).report()
+                client.get_session(session_key()).report()
         assert patience_s < time.monotonic() - start_s < sessions * patience_s / 2

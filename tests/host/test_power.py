@@ -69,8 +69,8 @@ def test_a_device_applies_the_power_of_its_session_when_its_stream_begins() -> N
     hop = NextHop(address="127.0.0.1:1", key=session_key())
     with HostServer("127.0.0.1:0", service) as server, HostClient(server.address) as client:
         client.open_session(request(blocks=(0, 2), next_hops=(hop,), tx_power_w=0.05))
-        client.session(session_key()).push_weights(parts[1].state_dict())
+        client.get_session(session_key()).push_weights(parts[1].state_dict())
         assert told == []
         with suppress(LinkError):  # the next hop is not there, which may be heard at once
-            client.session(session_key()).stream().close()
+            client.get_session(session_key()).stream().close()
     assert told == [0.05]

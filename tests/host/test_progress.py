@@ -63,7 +63,11 @@ def train(edge: HostService, steps: Sequence[int], session_id: str = "c1") -> No
 
 
 def trained(edge: HostService, attempt: int = 1) -> dict[str, int]:
-    return {name: done.trained for name, done in edge.progress().items() if done.attempt == attempt}
+    return {
+        name: done.trained
+        for name, done in edge.sessions.count_passes().items()
+        if done.attempt == attempt
+    }
 
 
 def test_a_report_adds_up_the_streams_of_a_session(edge: HostService) -> None:
@@ -82,7 +86,7 @@ def test_a_report_adds_up_the_streams_of_a_session(edge: HostService) -> None:
 def test_new_weights_begin_a_new_report(edge: HostService) -> None:
     opened(edge)
     train(edge, range(1))
-    edge.push_weights(session_key(), edge.weights(session_key()))
+    edge.push_weights(session_key(), edge.copy_weights(session_key()))
     train(edge, range(3))
     assert edge.report(session_key()).steps == 3
 
@@ -137,6 +141,6 @@ def test_another_run_begins_at_nothing(edge: HostService) -> None:
 def test_only_the_last_stage_of_a_round_counts(edge: HostService) -> None:
     opened(edge, "segment", blocks=(0, 1))
     opened(edge, "texts", attempt=0)
-    assert edge.progress() == {}
+    assert edge.sessions.count_passes() == {}
     opened(edge)
-    assert edge.progress() == {"g": PassesDone(attempt=1)}
+    assert edge.sessions.count_passes() == {"g": PassesDone(attempt=1)}

@@ -93,9 +93,9 @@ def edge(certificates) -> Iterator[Host]:
     "call",
     [
         lambda c: c.open_session(request()),
-        lambda c: c.session(session_key()).push_weights({}),
-        lambda c: c.session(session_key()).fetch_weights(),
-        lambda c: c.session(session_key()).close(),
+        lambda c: c.get_session(session_key()).push_weights({}),
+        lambda c: c.get_session(session_key()).fetch_weights(),
+        lambda c: c.get_session(session_key()).close(),
         lambda c: c.benchmark(BenchmarkRequest(width=32, seconds=0.1)),
         lambda c: c.probe(ProbeRequest(name="x", address="127.0.0.1:1")),
     ],
@@ -112,14 +112,14 @@ def test_only_its_control_unit_gives_a_device_orders(device: Host, call) -> None
 def test_a_neighbour_may_stream_with_the_token_only(device: Host) -> None:
     with device.seen_by("cu-g") as client:
         client.open_session(request())
-        client.session(session_key()).push_weights(Head().state_dict())
+        client.get_session(session_key()).push_weights(Head().state_dict())
     device.refuses(
         "g1",
-        lambda c: c.session(SessionKey(session_id="c1", token="a guess of a token")).stream(),
+        lambda c: c.get_session(SessionKey(session_id="c1", token="a guess of a token")).stream(),
         "no session c1",
     )
     with device.seen_by("g1") as client:
-        client.session(session_key()).stream().close()
+        client.get_session(session_key()).stream().close()
 
 
 @pytest.fixture
@@ -127,36 +127,36 @@ def shared(edge: Host) -> Host:
     """The edge, where the control unit of cluster g opened a session."""
     with edge.seen_by("cu-g") as unit:
         unit.open_session(request("s-g", cluster_id="g", attempt=1))
-        unit.session(session_key("s-g")).push_weights(Head().state_dict())
+        unit.get_session(session_key("s-g")).push_weights(Head().state_dict())
     return edge
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda c: c.session(session_key("s-g")).stream(),
-        lambda c: c.session(session_key("s-g")).report(),
-        lambda c: c.session(session_key("s-g")).fetch_weights(),
-        lambda c: c.session(session_key("s-g")).push_weights({}),
-        lambda c: c.session(session_key("s-g")).close(),
+        lambda c: c.get_session(session_key("s-g")).stream(),
+        lambda c: c.get_session(session_key("s-g")).report(),
+        lambda c: c.get_session(session_key("s-g")).fetch_weights(),
+        lambda c: c.get_session(session_key("s-g")).push_weights({}),
+        lambda c: c.get_session(session_key("s-g")).close(),
     ],
 )
 def test_another_cluster_cannot_touch_a_session_even_with_its_token(shared: Host, call) -> None:
     shared.refuses("cu-w", call, "no session s-g with this token")
     shared.refuses("w1", call, "no session s-g with this token|it may not call")
     with shared.seen_by("cu-g") as unit:
-        assert set(unit.session(session_key("s-g")).fetch_weights()) == set(Head().state_dict())
+        assert set(unit.get_session(session_key("s-g")).fetch_weights()) == set(Head().state_dict())
 
 
 def test_a_device_of_the_cluster_streams_into_its_session_and_no_more(shared: Host) -> None:
     with shared.seen_by("g2") as last:
-        last.session(session_key("s-g")).stream().close()
+        last.get_session(session_key("s-g")).stream().close()
     for call in (
         lambda c: c.open_session(request()),
-        lambda c: c.session(session_key("s-g")).fetch_weights(),
-        lambda c: c.session(session_key("s-g")).push_weights({}),
-        lambda c: c.session(session_key("s-g")).close(),
-        lambda c: c.progress(within_s=10.0),
+        lambda c: c.get_session(session_key("s-g")).fetch_weights(),
+        lambda c: c.get_session(session_key("s-g")).push_weights({}),
+        lambda c: c.get_session(session_key("s-g")).close(),
+        lambda c: c.ask_progress(within_s=10.0),
     ):
         shared.refuses("g2", call, "g2 is a device: it may not call")
 
@@ -164,14 +164,14 @@ def test_a_device_of_the_cluster_streams_into_its_session_and_no_more(shared: Ho
 def test_the_server_only_asks_the_edge_how_far_rounds_are(shared: Host) -> None:
     with shared.seen_by("server") as server:
         server.echo()
-        assert server.progress(within_s=10.0) == {"g": PassesDone(attempt=1)}
+        assert server.ask_progress(within_s=10.0) == {"g": PassesDone(attempt=1)}
     for call in (
         lambda c: c.open_session(request(cluster_id="g")),
-        lambda c: c.session(session_key("s-g")).stream(),
-        lambda c: c.session(session_key("s-g")).fetch_weights(),
-        lambda c: c.session(session_key("s-g")).push_weights({}),
-        lambda c: c.session(session_key("s-g")).report(),
-        lambda c: c.session(session_key("s-g")).close(),
+        lambda c: c.get_session(session_key("s-g")).stream(),
+        lambda c: c.get_session(session_key("s-g")).fetch_weights(),
+        lambda c: c.get_session(session_key("s-g")).push_weights({}),
+        lambda c: c.get_session(session_key("s-g")).report(),
+        lambda c: c.get_session(session_key("s-g")).close(),
     ):
         shared.refuses("server", call, "server is a server: it may not call")
 
@@ -180,9 +180,9 @@ def test_a_control_unit_opens_sessions_for_its_own_cluster(edge: Host) -> None:
     edge.refuses("cu-w", lambda c: c.open_session(request(cluster_id="g")), "no session for the")
     with edge.seen_by("cu-w") as unit:
         unit.open_session(request("mine", opener="cu-g"))  # who opened it is not taken on trust
-        unit.session(session_key("mine")).push_weights(Head().state_dict())
-        assert unit.session(session_key("mine")).fetch_weights()
-    edge.refuses("cu-g", lambda c: c.session(session_key("mine")).stream(), "no session mine")
+        unit.get_session(session_key("mine")).push_weights(Head().state_dict())
+        assert unit.get_session(session_key("mine")).fetch_weights()
+    edge.refuses("cu-g", lambda c: c.get_session(session_key("mine")).stream(), "no session mine")
 
 
 def test_a_control_unit_displaces_only_itself(shared: Host) -> None:
@@ -190,33 +190,33 @@ def test_a_control_unit_displaces_only_itself(shared: Host) -> None:
         for number in range(5):
             unit.open_session(request(f"w-{number}", run_id=str(number)))
     with shared.seen_by("cu-g") as unit:
-        assert unit.health().sessions == 3
-        assert unit.session(session_key("s-g")).fetch_weights()
+        assert unit.ask_health().sessions == 3
+        assert unit.get_session(session_key("s-g")).fetch_weights()
 
 
 def test_control_units_have_equal_shares_of_the_memory(edge: Host) -> None:
     with edge.seen_by("cu-w") as unit:
         unit.open_session(request("w-1", run_id="1"))
-        unit.session(session_key("w-1")).push_weights(Head().state_dict())
+        unit.get_session(session_key("w-1")).push_weights(Head().state_dict())
         unit.open_session(request("w-2", run_id="2"))
         with pytest.raises(LinkError, match="no room"):
-            unit.session(session_key("w-2")).push_weights(Head().state_dict())
+            unit.get_session(session_key("w-2")).push_weights(Head().state_dict())
     with edge.seen_by("cu-g") as unit:
         unit.open_session(request("s-g"))
-        unit.session(session_key("s-g")).push_weights(Head().state_dict())
+        unit.get_session(session_key("s-g")).push_weights(Head().state_dict())
 
 
 def test_one_control_unit_has_all_the_memory(device: Host) -> None:
     with device.seen_by("cu-g") as unit:
         for number in ("1", "2"):
             unit.open_session(request(number, run_id=number))
-            unit.session(session_key(number)).push_weights(Head().state_dict())
+            unit.get_session(session_key(number)).push_weights(Head().state_dict())
 
 
 def test_the_host_in_a_certificate_is_not_who_its_bearer_is(device, edge, certificates) -> None:
     authority = Authority(certificates["edge"].ca.parent)
     for member in MEMBERS:  # what the removed machine was reached by
-        removed = authority.member("removed", [member])
+        removed = authority.issue("removed", [member])
         for host in (device, edge):
             with (
                 host.seen_with(removed) as client,
@@ -227,7 +227,7 @@ def test_the_host_in_a_certificate_is_not_who_its_bearer_is(device, edge, certif
 
 def test_a_role_does_not_come_from_a_host(device: Host, edge: Host, certificates) -> None:
     authority = Authority(certificates["edge"].ca.parent)
-    neighbour = authority.member("g1", ["cu-g", "server", "edge"])
+    neighbour = authority.issue("g1", ["cu-g", "server", "edge"])
     for host in (device, edge):
         with host.seen_with(neighbour) as client:
             client.echo()

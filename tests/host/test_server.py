@@ -21,7 +21,11 @@ from collapipe_flwr.pipeline.link import Frame, FrameKind
 from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.client import HostClient
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
-from collapipe_flwr.transport.tls import TlsFiles, client_credentials, server_credentials
+from collapipe_flwr.transport.tls import (
+    TlsFiles,
+    build_client_credentials,
+    build_server_credentials,
+)
 from tests.closeness import assert_near, near
 from tests.host.certificates import Authority
 from tests.host.chain_to_edge import TOKEN, Cluster, open_session, request, service, session_key
@@ -56,12 +60,12 @@ def one_round(client: HostClient, codec: str = "fp32"):
     """One step on a fresh session; returns loss, all weights by part, and the device's report."""
     parts = make_parts((2,))
     open_session(client, parts[2])
-    link = client.session(session_key()).stream(name="device 1", config=LinkConfig(codec=codec))
+    link = client.get_session(session_key()).stream(name="device 1", config=LinkConfig(codec=codec))
     cluster = Cluster(parts, link)
     with cluster.running() as first:
         result = first.train_step(make_batch((3, 3, 2)))
     assert cluster.failure is None
-    parts[2].load_weights(client.session(session_key()).fetch_weights())
+    parts[2].load_weights(client.get_session(session_key()).fetch_weights())
     return result.loss, parts, cluster.device.report()
 
 
@@ -74,19 +78,19 @@ def assert_equals_reference(loss, parts):
 
 def test_a_host_at_work_says_so_and_is_not_measured(client):
     quick = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=0.05)
-    assert not client.status().at_work and client.benchmark(quick).seconds > 0
+    assert not client.ask_status().at_work and client.benchmark(quick).seconds > 0
     open_session(client, make_parts((2,))[2])
-    assert client.status().at_work
+    assert client.ask_status().at_work
     with pytest.raises(Busy, match="at work"):
         client.benchmark(quick)
-    client.session(session_key()).close()
-    assert not client.status().at_work and client.benchmark(quick).seconds > 0
+    client.get_session(session_key()).close()
+    assert not client.ask_status().at_work and client.benchmark(quick).seconds > 0
 
 
 def test_a_round_over_grpc_equals_one_process(client):
     loss, parts, device = one_round(client)
     assert_equals_reference(loss, parts)
-    edge = client.session(session_key()).report()
+    edge = client.get_session(session_key()).report()
     assert edge.steps == 1
     # The END frame may still be on its way to be counted; nothing else may differ.
     assert edge.received_up.bytes == device.sent_down.bytes > 0
@@ -98,7 +102,7 @@ def test_codecs_shrink_the_stream_and_stay_close(client, codec, tolerance):
     loss, _, device = one_round(client, codec)
     _, _, expected = reference_step()
     assert loss == pytest.approx(expected, rel=tolerance)
-    client.session(session_key()).close()
+    client.get_session(session_key()).close()
     _, _, exact = one_round(client)
     assert device.sent_down.bytes < exact.sent_down.bytes
     assert device.received_down.bytes < exact.received_down.bytes
@@ -106,13 +110,13 @@ def test_codecs_shrink_the_stream_and_stay_close(client, codec, tolerance):
 
 def test_mutual_tls(tmp_path):
     authority = Authority(tmp_path)
-    edge, device = authority.member("edge"), authority.member("device")
+    edge, device = authority.issue("edge"), authority.issue("device")
     with HostServer("127.0.0.1:0", service(), tls=edge) as server:
         with HostClient(server.address, tls=device) as client:
             loss, parts, _ = one_round(client)
         assert_equals_reference(loss, parts)
         (tmp_path / "other").mkdir()
-        stranger = Authority(tmp_path / "other").member("stranger")
+        stranger = Authority(tmp_path / "other").issue("stranger")
         own_ca_only = TlsFiles(ca=authority.ca)
         forged = TlsFiles(ca=authority.ca, certificate=stranger.certificate, key=stranger.key)
         for files in (None, stranger, own_ca_only, forged):
@@ -120,14 +124,14 @@ def test_mutual_tls(tmp_path):
                 HostClient(server.address, tls=files, deadline_s=5) as outsider,
                 pytest.raises(LinkError, match="edge at 127"),
             ):
-                outsider.health()
+                outsider.ask_health()
 
 
 def test_a_paced_stream_takes_as_long_as_its_link(client):
     parts = make_parts((2,))
     open_session(client, parts[2])
     pace = LinkConfig(forward_bit_per_s=160_000.0, backward_bit_per_s=160_000.0)
-    cluster = Cluster(parts, client.session(session_key()).stream(config=pace))
+    cluster = Cluster(parts, client.get_session(session_key()).stream(config=pace))
     with cluster.running() as first:
         start = time.monotonic()
         first.train_step(make_batch((3, 3, 2)))
@@ -147,20 +151,20 @@ def test_who_runs_another_version_opens_no_session_whatever_it_asks(client, vers
 def test_the_timeline_of_the_edge_reaches_the_client(client):
     parts = make_parts((2,))
     client.open_session(request(keep_spans=True))
-    client.session(session_key()).push_weights(parts[2].state_dict())
-    with Cluster(parts, client.session(session_key()).stream()).running() as first:
+    client.get_session(session_key()).push_weights(parts[2].state_dict())
+    with Cluster(parts, client.get_session(session_key()).stream()).running() as first:
         first.train_step(make_batch((3, 3, 2)))
-    works = [span.work for span in client.session(session_key()).report().spans]
+    works = [span.work for span in client.get_session(session_key()).report().spans]
     assert works.count("forward") == works.count("backward") == 3
 
 
 def test_missing_tls_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere.pem \(No such file .*`collapipe certs` makes"):
-        client_credentials(TlsFiles(ca=tmp_path / "nowhere.pem"))
+        build_client_credentials(TlsFiles(ca=tmp_path / "nowhere.pem"))
     with pytest.raises(ConfigError, match="certificate and a key"):
-        server_credentials(TlsFiles())
+        build_server_credentials(TlsFiles())
     with pytest.raises(ConfigError, match="CA"):
-        client_credentials(TlsFiles())
+        build_client_credentials(TlsFiles())
 
 
 def test_several_rounds_and_sessions_on_one_server(client):
@@ -169,35 +173,35 @@ def test_several_rounds_and_sessions_on_one_server(client):
         open_session(client, head, f"c{index}")
     for _ in range(2):
         for index in range(2):
-            link = client.session(session_key(f"c{index}")).stream()
+            link = client.get_session(session_key(f"c{index}")).stream()
             with Cluster(make_parts((1,)), link).running() as first:
                 first.train_step(make_batch((2, 2)))
-        client.session(session_key("c0")).push_weights(heads[0].state_dict())
-    assert client.health().sessions == 2
+        client.get_session(session_key("c0")).push_weights(heads[0].state_dict())
+    assert client.ask_health().sessions == 2
     assert torch.equal(
-        client.session(session_key("c0")).fetch_weights()["out.bias"], heads[0].out.bias
+        client.get_session(session_key("c0")).fetch_weights()["out.bias"], heads[0].out.bias
     )
     assert not torch.equal(
-        client.session(session_key()).fetch_weights()["out.bias"], heads[1].out.bias
+        client.get_session(session_key()).fetch_weights()["out.bias"], heads[1].out.bias
     )
 
 
 def test_refusals_are_one_sentence_with_the_address(server, client):
     for call, said in (
-        (lambda: client.session(session_key()).stream(), "no session c1"),
-        (lambda: client.session(session_key()).fetch_weights(), "no session c1"),
-        (lambda: client.session(session_key()).push_weights({}), "no session c1"),
+        (lambda: client.get_session(session_key()).stream(), "no session c1"),
+        (lambda: client.get_session(session_key()).fetch_weights(), "no session c1"),
+        (lambda: client.get_session(session_key()).push_weights({}), "no session c1"),
         (lambda: client.open_session(request(token="short")), "16 characters"),
         (lambda: client.open_session(request(schedule="1f1b", depth=0)), "depth must be >= 1"),
     ):
         with pytest.raises(LinkError, match=f"edge at {server.address} refused: .*{said}"):
             call()
-    assert client.health().running == 0
+    assert client.ask_health().running == 0
 
 
 def test_names_of_any_alphabet(client):
     open_session(client, Head())
-    link = client.session(session_key()).stream(name="café 1")
+    link = client.get_session(session_key()).stream(name="café 1")
     link.close()
     with pytest.raises(ConfigError, match="ASCII"):
         request("é")
@@ -205,9 +209,9 @@ def test_names_of_any_alphabet(client):
 
 def test_a_second_stream_is_refused_while_one_runs(client):
     open_session(client, Head())
-    link = client.session(session_key()).stream()
+    link = client.get_session(session_key()).stream()
     with pytest.raises(LinkError, match="middle of a stream"):
-        client.session(session_key()).stream()
+        client.get_session(session_key()).stream()
     link.close()
 
 
@@ -218,9 +222,9 @@ def test_nobody_there():
     start = time.monotonic()
     with HostClient(address, deadline_s=DEADLINE_S) as client:
         with pytest.raises(LinkError, match=f"edge at {address} cannot be reached"):
-            client.health()
+            client.ask_health()
         with pytest.raises(LinkError, match=f"edge at {address} cannot be reached"):
-            client.session(session_key()).stream()
+            client.get_session(session_key()).stream()
     assert time.monotonic() - start < DEADLINE_S / 2
 
 
@@ -232,9 +236,9 @@ def test_somebody_there_who_never_answers():
         start = time.monotonic()
         with HostClient(address, deadline_s=0.5) as client:
             with pytest.raises(LinkTimeout, match=f"edge at {address}"):
-                client.health()
+                client.ask_health()
             with pytest.raises(LinkTimeout, match=f"edge at {address}"):
-                client.session(session_key()).stream()
+                client.get_session(session_key()).stream()
         assert time.monotonic() - start < DEADLINE_S / 2
 
 
@@ -287,7 +291,7 @@ def test_garbage_in_a_call_is_an_error_for_that_peer_only(server, client, name, 
     with pytest.raises(grpc.RpcError) as caught:
         raw_call(server.address, name, [data], (*KEY, (methods.VERSION_KEY, own_version())))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    client.session(session_key()).fetch_weights()
+    client.get_session(session_key()).fetch_weights()
 
 
 STREAM = (methods.STREAM_KEY, to_json(methods.StreamRequest(name="peer", link=LinkConfig())))
@@ -310,7 +314,7 @@ def test_a_malformed_stream_is_refused(server, client, changes, refusal):
     request = json.dumps({**json.loads(STREAM[1]), **changes})
     with pytest.raises(grpc.RpcError, match=refusal):
         raw_call(server.address, "Stream", [], (*KEY, (methods.STREAM_KEY, request)))
-    client.session(session_key()).fetch_weights()
+    client.get_session(session_key()).fetch_weights()
 
 
 @pytest.mark.parametrize("data", GARBAGE)
@@ -319,8 +323,8 @@ def test_garbage_in_a_stream_ends_it_with_an_error_frame(server, client, data):
     open_session(client, Head())
     *_, last = raw_call(server.address, "Stream", [data], (*KEY, STREAM))
     assert decode_frame(last).kind is FrameKind.ERROR
-    assert client.health().sessions == 1
-    client.session(session_key("other")).fetch_weights()
+    assert client.ask_health().sessions == 1
+    client.get_session(session_key("other")).fetch_weights()
 
 
 @pytest.mark.parametrize(
@@ -331,7 +335,7 @@ def test_every_call_needs_session_and_token(server, client, name, key):
     open_session(client, Head())
     with pytest.raises(grpc.RpcError):
         raw_call(server.address, name, [b""], (*key, STREAM))
-    assert client.health().sessions == 1
+    assert client.ask_health().sessions == 1
 
 
 def test_an_oversized_message_is_refused(monkeypatch):
@@ -370,5 +374,5 @@ def test_a_stream_whose_peer_leaves_before_it_begins_gives_its_session_back(clie
     with monkeypatch.context() as patched:
         patched.setattr("collapipe_flwr.host.servicer.StreamLink.send", gone)
         with pytest.raises(LinkError, match="broke off the stream"):
-            client.session(session_key()).stream()
-    client.session(session_key()).stream().close()
+            client.get_session(session_key()).stream()
+    client.get_session(session_key()).stream().close()

@@ -22,19 +22,19 @@ def test_a_session_lives_from_open_to_close():
     edge, head = service(), Head()
     edge.open(request())
     edge.push_weights(session_key(), head.state_dict())
-    assert edge.health().sessions == 1
-    back = edge.weights(session_key())
+    assert edge.measure_load().sessions == 1
+    back = edge.copy_weights(session_key())
     assert all(torch.equal(back[k], t) for k, t in head.state_dict().items())
     edge.close(session_key())
-    assert edge.health().sessions == 0
+    assert edge.measure_load().sessions == 0
 
 
 def test_weights_are_copies():
     edge, head = service(), Head()
     edge.open(request())
     edge.push_weights(session_key(), head.state_dict())
-    edge.weights(session_key())["out.weight"].zero_()
-    assert edge.weights(session_key())["out.weight"].abs().sum() > 0
+    edge.copy_weights(session_key())["out.weight"].zero_()
+    assert edge.copy_weights(session_key())["out.weight"].abs().sum() > 0
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_a_stranger_is_refused_everywhere(session_id, token):
     key = SessionKey(session_id=session_id, token=token)
     for call in (
         lambda: edge.push_weights(key, {}),
-        lambda: edge.weights(key),
+        lambda: edge.copy_weights(key),
         lambda: edge.report(key),
         lambda: edge.close(key),
         lambda: edge.run(key, link),
     ):
         with pytest.raises(SessionRefused, match="no session"):
             call()
-    assert edge.health().sessions == 1
+    assert edge.measure_load().sessions == 1
 
 
 def test_limits_and_bad_requests():
@@ -82,9 +82,9 @@ def test_a_full_edge_drops_sessions_that_nobody_uses_any_more():
         edge.open(request("new"))
     now_s = 101.0
     edge.open(request("new"))
-    edge.weights(session_key("used"))
+    edge.copy_weights(session_key("used"))
     with pytest.raises(SessionRefused, match="no session old"):
-        edge.weights(session_key("old"))
+        edge.copy_weights(session_key("old"))
 
 
 def test_a_part_left_over_by_a_control_unit_that_died_makes_room_for_its_next_one():
@@ -92,13 +92,13 @@ def test_a_part_left_over_by_a_control_unit_that_died_makes_room_for_its_next_on
     first = service()
     first.open(request("old", **mine))
     first.push_weights(session_key("old"), Head().state_dict())
-    edge = service(ledger=Ledger(first.health().held_bytes))
+    edge = service(ledger=Ledger(first.measure_load().held_bytes))
     for session_id in ("old", "new"):
         edge.open(request(session_id, server_round=1, **mine))
         edge.push_weights(session_key(session_id), Head().state_dict())
-    assert edge.health().sessions == 1
+    assert edge.measure_load().sessions == 1
     with pytest.raises(SessionRefused, match="no session old"):
-        edge.weights(session_key("old"))
+        edge.copy_weights(session_key("old"))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_only_its_own_part_makes_room_for_a_stage(other):
     edge = service()
     edge.open(request("old", **mine))
     edge.open(request("new", **{**mine, **other}))
-    assert edge.health().sessions == 2
+    assert edge.measure_load().sessions == 2
 
 
 def test_a_part_in_use_stays_beside_the_next_one():
@@ -126,21 +126,21 @@ def test_a_part_in_use_stays_beside_the_next_one():
     edge.push_weights(session_key("old"), Head().state_dict())
     edge.claim(session_key("old"))
     edge.open(request("new", cluster_id="g"))
-    assert edge.health().sessions == 2
+    assert edge.measure_load().sessions == 2
 
 
 def test_a_host_is_at_work_while_its_sessions_are_used_and_not_by_those_that_were_left():
     now_s = 0.0
     edge = HostService(build_head, clock=lambda: now_s)
-    assert not edge.at_work()
+    assert not edge.is_at_work()
     edge.open(request("left"))
-    assert edge.at_work()
+    assert edge.is_at_work()
     now_s = 3600.0
-    assert not edge.at_work()
+    assert not edge.is_at_work()
     edge.push_weights(session_key("left"), Head().state_dict())
-    assert edge.at_work()
+    assert edge.is_at_work()
     edge.close(session_key("left"))
-    assert not edge.at_work()
+    assert not edge.is_at_work()
 
 
 def test_running_needs_weights_and_reporting_needs_a_run():
@@ -160,14 +160,14 @@ def test_one_stream_at_a_time_and_an_orderly_end_keeps_the_session():
     with pytest.raises(SessionRefused, match="middle of a stream"):
         edge.claim(session_key())
     with pytest.raises(SessionRefused, match="middle of a stream"):
-        edge.weights(session_key())
+        edge.copy_weights(session_key())
     ours, theirs = make_memory_pair("edge", "device")
     worker = threading.Thread(target=edge.serve, args=(session, ours))
     worker.start()
     theirs.send(Frame(kind=FrameKind.END), deadline_s=1)
     worker.join(10)
     assert edge.report(session_key()).steps == 0
-    assert edge.health().running == 0
+    assert edge.measure_load().running == 0
 
 
 def test_a_failed_stream_takes_its_session_with_it():
@@ -178,4 +178,4 @@ def test_a_failed_stream_takes_its_session_with_it():
     theirs.close("lost power")
     with pytest.raises(LinkError, match="device failed: lost power"):
         edge.run(session_key(), ours)
-    assert edge.health().sessions == 0
+    assert edge.measure_load().sessions == 0

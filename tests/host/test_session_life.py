@@ -92,7 +92,7 @@ def state_after(version: int, steps: int) -> State:
     for step in range(steps):
         stream.step(step)
     stream.finish()
-    return host.weights(session_key(), with_optimizer=True)
+    return host.copy_weights(session_key(), with_optimizer=True)
 
 
 class NoticedLink:
@@ -304,10 +304,10 @@ class Host(RuleBasedStateMachine):
         """Weights and slots of some step, of which the host may have kept some."""
         key, model = self._pick(data, "empty", "rest")
         state = state_after(version, steps)
-        wanted = self.host.missing(session_key(key), compute_digests(state))
+        wanted = self.host.find_missing(session_key(key), compute_digests(state))
         if pushes:
             self.host.push_weights(session_key(key), {name: state[name].clone() for name in wanted})
-            assert_same(self.host.weights(session_key(key), with_optimizer=True), state)
+            assert_same(self.host.copy_weights(session_key(key), with_optimizer=True), state)
             self.host.push_weights(session_key(key), weights_of(version))
             model.filled(version)
 
@@ -360,12 +360,12 @@ class Host(RuleBasedStateMachine):
         said = "push them first" if model.phase == "empty" else "in the middle of a stream"
         for call in (
             lambda: self.host.claim(session_key(key)),
-            lambda: self.host.weights(session_key(key)),
+            lambda: self.host.copy_weights(session_key(key)),
         ):
             self._refused(call, said)
         if model.phase != "empty":
             self._refused(lambda: self.host.push_weights(session_key(key), weights_of(0)), said)
-            self._refused(lambda: self.host.missing(session_key(key), {}), said)
+            self._refused(lambda: self.host.find_missing(session_key(key), {}), said)
         self._refused(lambda: self.host.open(request(key)), "open already")
         wrong = SessionKey(session_id=key, token="another token of length")
         self._refused(lambda: self.host.close(wrong), "no session")
@@ -449,13 +449,13 @@ class Host(RuleBasedStateMachine):
 
     @invariant()
     def as_the_model_says(self) -> None:
-        health = self.host.health()
+        health = self.host.measure_load()
         assert health.sessions == len(self.models)
         assert health.running == sum(not model.at_rest for model in self.models.values())
         for key, model in self.models.items():
             if model.phase == "rest":
                 assert model.version is not None
-                found = self.host.weights(session_key(key), with_optimizer=True)
+                found = self.host.copy_weights(session_key(key), with_optimizer=True)
                 assert_same(found, state_after(model.version, model.steps))
         self._all_is_reserved()
 
@@ -467,7 +467,7 @@ class Host(RuleBasedStateMachine):
             names = {"part"} if model.version is not None else set()
             assert session.account.entries.keys() - {"found"} == names
             held += sum(session.account.entries.values())
-        assert self.ledger.held_bytes == held + self.host.spare_bytes()
+        assert self.ledger.held_bytes == held + self.host.count_spare_bytes()
 
 
 TestHost = Host.TestCase

@@ -48,7 +48,7 @@ def test_a_claimed_stream_does_not_run_once_its_session_was_closed():
         edge.serve(stream, ours)
     with pytest.raises(LinkError, match="the session was closed"):
         theirs.receive(deadline_s=1)
-    assert edge.health().sessions == 0
+    assert edge.measure_load().sessions == 0
 
 
 def test_a_claim_that_is_given_up_leaves_the_session_at_rest():
@@ -57,7 +57,7 @@ def test_a_claim_that_is_given_up_leaves_the_session_at_rest():
     edge.release(stream)
     edge.serve(edge.claim(session_key()), told_to_end())
     edge.release(stream)
-    assert edge.health().running == 0
+    assert edge.measure_load().running == 0
 
 
 class Authorizer:
@@ -105,10 +105,10 @@ def test_a_session_whose_push_is_under_way_is_not_displaced():
     with in_thread(push) as pushed:
         gate.entered.wait(60)
         edge.open(request("new", blocks=(1, 2)))
-        assert edge.health().sessions == 2
+        assert edge.measure_load().sessions == 2
         gate.opened.set()
     assert pushed == [None]
-    assert edge.weights(session_key("old"))
+    assert edge.copy_weights(session_key("old"))
 
 
 def test_an_id_is_free_again_only_when_its_last_session_has_ended():
@@ -242,11 +242,11 @@ def test_a_push_with_one_bad_tensor_changes_nothing(slot):
     with pytest.raises((ModelError, RuntimeError)):
         edge.push_weights(session_key(), bad)
     with pytest.raises(LinkError, match="push them first"):
-        edge.weights(session_key())
+        edge.copy_weights(session_key())
     good = _whole()
     edge.push_weights(session_key(), good)
     with pytest.raises((ModelError, RuntimeError)):
         edge.push_weights(session_key(), bad)
-    found = edge.weights(session_key(), with_optimizer=True)
+    found = edge.copy_weights(session_key(), with_optimizer=True)
     assert found.keys() == good.keys()
     assert all(torch.equal(found[key], good[key]) for key in good)

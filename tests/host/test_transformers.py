@@ -39,10 +39,12 @@ def test_a_round_of_bert_equals_the_whole_model():
     parts = [splitter.build_embedding(weights), splitter.build_segment(0, 2, weights)]
     with HostServer("127.0.0.1:0", HostService()) as server, HostClient(server.address) as client:
         client.open_session(request(spec_json=splitter.spec.to_json()))
-        client.session(session_key()).push_weights({k: weights[k] for k in splitter.edge_keys()})
-        with Cluster(parts, client.session(session_key()).stream()).running() as first:
+        client.get_session(session_key()).push_weights(
+            {k: weights[k] for k in splitter.edge_keys()}
+        )
+        with Cluster(parts, client.get_session(session_key()).stream()).running() as first:
             loss = first.train_step(batch).loss
-        trained = client.session(session_key()).fetch_weights()
+        trained = client.get_session(session_key()).fetch_weights()
     for part in parts:
         trained.update(part.state_dict())
     expected_loss, expected = one_process(splitter, weights, batch)
@@ -80,4 +82,4 @@ def test_a_description_that_is_none_is_refused_with_its_reason():
         HostClient(server.address) as client,
         pytest.raises(LinkError, match=r"edge at .* refused: .*not JSON"),
     ):
-        client.session(session_key()).push_weights({})
+        client.get_session(session_key()).push_weights({})

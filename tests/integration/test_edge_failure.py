@@ -21,7 +21,7 @@ def _kill_when_busy(edge: Daemon, killed_s: list[float]) -> None:
     deadline = time.monotonic() + START_S
     with HostClient(edge.address, deadline_s=START_S) as client:
         while time.monotonic() < deadline:
-            if client.health().running:
+            if client.ask_health().running:
                 edge.process.kill()
                 killed_s.append(time.monotonic())
                 return

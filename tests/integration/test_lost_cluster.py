@@ -50,7 +50,7 @@ class UnreliableGrid(LocalGrid):
         messages = list(messages)
         if not messages or messages[0].metadata.message_type != "train":
             return super().send_and_receive(messages, timeout=timeout)
-        self.open_sessions.append(self.service.health().sessions)
+        self.open_sessions.append(self.service.measure_load().sessions)
         self.trained += 1
         replies = super().send_and_receive(messages, timeout=timeout)
         lost = self.trained in self.late
@@ -78,7 +78,7 @@ def _run(
         for name, value in fate.items():
             setattr(grid, name, value)
         run(grid, parse(values))
-        assert service.health().sessions == 0
+        assert service.measure_load().sessions == 0
     lines = (folder / "run" / "events.jsonl").read_text().splitlines()
     return grid, [json.loads(line) for line in lines]
 

@@ -33,7 +33,7 @@ from collapipe_flwr.transport import methods
 from collapipe_flwr.transport.codec import encode_frame
 from collapipe_flwr.transport.methods import encode_message
 from collapipe_flwr.transport.tls import open_channel
-from collapipe_flwr.transport.weights import weight_frames
+from collapipe_flwr.transport.weights import cut_weights
 
 TOKEN = "a token that was guessed"
 SILENT = 200  # connections that never say a word
@@ -64,7 +64,7 @@ def attackers(
             ca=guest / "ca.pem", certificate=folder / f"{name}.pem", key=folder / f"{name}.key"
         )
         expected = "d0" if address.endswith("#d0") else "edge"
-        options = [*methods.channel_options(), *methods.name_options(expected)]
+        options = [*methods.make_channel_options(), *methods.make_name_options(expected)]
         return stack.enter_context(open_channel(target, files, options))
 
     target = address.partition("#")[0]
@@ -92,7 +92,7 @@ HUGE_BENCHMARK = b'{"width":4096,"tokens":2048,"examples":128,"seconds":30.0}'
 
 
 def _good() -> Iterator[bytes]:
-    return (encode_frame(frame) for frame in weight_frames({"w": torch.zeros(4)}))
+    return (encode_frame(frame) for frame in cut_weights({"w": torch.zeros(4)}))
 
 
 def bad_frames() -> list[list[bytes]]:

@@ -85,7 +85,7 @@ class Cluster:
         total = 0
         for member in (*self.config.devices, self.config.edge):
             with self.client(member) as client:
-                total += client.health().sessions
+                total += client.ask_health().sessions
         return total
 
 

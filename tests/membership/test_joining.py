@@ -39,8 +39,8 @@ from collapipe_flwr.membership.members import RosterSender
 from collapipe_flwr.membership.newcomer import Membership, find_membership, forget, join
 from collapipe_flwr.membership.registry import Registry, issue_token
 from collapipe_flwr.membership.tokens import JoinRefused, parse_token
-from collapipe_flwr.transport.joining import JOIN, JoinRequest, own_key, request_for
-from collapipe_flwr.transport.methods import name_options
+from collapipe_flwr.transport.joining import JOIN, JoinRequest, load_or_make_key, make_request
+from collapipe_flwr.transport.methods import make_name_options
 from collapipe_flwr.transport.server import Server
 from tests.membership.clusters import (
     ID,
@@ -405,14 +405,14 @@ def test_a_stranger_s_long_message_is_refused_before_it_is_read(
 
     monkeypatch.setattr(admission, "decode_message", never)
     pem = registry.ca.read_bytes()
-    options = name_options(SERVICE_NAME)
+    options = make_name_options(SERVICE_NAME)
     with (
         grpc.secure_channel(
             joining.address, grpc.ssl_channel_credentials(pem), options=options
         ) as channel,
         pytest.raises(grpc.RpcError) as refusal,
     ):
-        JOIN.on(channel)(bytes(MESSAGE_BYTES + 1), timeout=60)
+        JOIN.bind(channel)(bytes(MESSAGE_BYTES + 1), timeout=60)
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -523,7 +523,7 @@ def test_a_join_that_breaks_off_anywhere_leaves_nothing_half_and_goes_on(
     assert cut_short == (find_membership(newcomer, token.pin) is None)
     found = joined(joining, token, newcomer)
     shown = x509.load_pem_x509_certificate(newcomer.own("pem").read_bytes())
-    key = own_key(newcomer.own("key"))
+    key = load_or_make_key(newcomer.own("key"))
     assert shown.public_key() == key.public_key()
     assert find_membership(newcomer, token.pin) == found
     assert names(registry.cluster()) == {"pi-1"}
@@ -531,11 +531,11 @@ def test_a_join_that_breaks_off_anywhere_leaves_nothing_half_and_goes_on(
 
 def request(folder: Path, token, name: str, unix_s: float | None = None) -> JoinRequest:
     folder.joinpath("keys").mkdir(exist_ok=True)
-    key = own_key(folder / "keys" / f"{name}.key")
+    key = load_or_make_key(folder / "keys" / f"{name}.key")
     return JoinRequest(
         secret=token.secret.hex(),
         name=name,
-        request_pem=request_for(name, key),
+        request_pem=make_request(name, key),
         unix_s=time.time() if unix_s is None else unix_s,
         address="127.0.0.1:1000",
         version=own_version(),

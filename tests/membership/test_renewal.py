@@ -24,7 +24,7 @@ from collapipe_flwr.membership.registry import Registry
 from collapipe_flwr.transport import certificates
 from collapipe_flwr.transport.certificates import Authority
 from collapipe_flwr.transport.client import HostClient
-from collapipe_flwr.transport.tls import fingerprint, trusting_context, validity_of
+from collapipe_flwr.transport.tls import fingerprint, make_trusting_context, read_validity
 from tests.membership.clusters import (
     ID,
     UNIT,
@@ -85,7 +85,7 @@ def client(member: Membership, of: str, files: TlsFiles) -> HostClient:
 
 def shown_at(address: str, files: TlsFiles) -> str:
     """The fingerprint of the certificate that a host shows now."""
-    context = trusting_context()
+    context = make_trusting_context()
     assert files.certificate is not None
     context.load_cert_chain(files.certificate, files.key)
     with (
@@ -112,7 +112,7 @@ def test_members_that_run_get_new_certificates_and_nothing_breaks(
             connected.echo()  # over the connection that was there
         for member, pem in zip(pair, before, strict=True):
             now = certificate_of(member)
-            assert validity_of(now)[1] > validity_of(pem)[1] + timedelta(days=500)
+            assert read_validity(now)[1] > read_validity(pem)[1] + timedelta(days=500)
             listed = registry.cluster().member(member.name)
             assert listed.fingerprints == {fingerprint(now), fingerprint(pem)}
             assert member.cluster.path is not None
@@ -176,7 +176,7 @@ def test_control_unit_and_edge_are_renewed_where_they_are(tmp_path: Path) -> Non
         assert listed.earlier_fingerprint == config.member(name).fingerprint
         kept = registry.read_certificate(name)
         assert kept is not None and fingerprint(kept) == listed.fingerprint
-        assert validity_of(kept)[1] > datetime.now(UTC) + timedelta(days=800)
+        assert read_validity(kept)[1] > datetime.now(UTC) + timedelta(days=800)
 
 
 def test_a_renewal_that_broke_off_is_finished(
@@ -205,7 +205,7 @@ def test_a_member_takes_no_certificate_that_is_not_its_own(
     other, stranger = Authority(registry.certs), Authority(tmp_path / "other")
     strange = [
         certificate_of(pair[1]).decode(),
-        *(by.member("pi-1").certificate.read_text() for by in (other, stranger)),  # another key
+        *(by.issue("pi-1").certificate.read_text() for by in (other, stranger)),  # another key
     ]
     newest = registry.roster(replace(registry.cluster(), version=99))
     for pem in strange[1:]:

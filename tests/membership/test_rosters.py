@@ -202,8 +202,8 @@ def test_what_a_removed_device_has_under_way_is_cut(
         RosterSender(registry).look()
         with client(unit(registry), "edge") as hub, client(pair[0], "edge") as device:
             hub.open_session(request("s", cluster_id=ID))
-            hub.session(session_key("s")).push_weights(Head().state_dict())
-            stream = device.session(session_key("s")).stream()
+            hub.get_session(session_key("s")).push_weights(Head().state_dict())
+            stream = device.get_session(session_key("s")).stream()
             remove(registry, "pi-1")
             with pytest.raises(LinkError):
                 stream.receive(deadline_s=20.0)
@@ -227,8 +227,8 @@ def test_a_control_unit_that_is_the_edge_cuts_a_removed_device_within_its_round(
         )
         with hub, first, second:
             hub.open_session(request("s", cluster_id=ID))
-            hub.session(session_key("s")).push_weights(Head().state_dict())
-            stream = first.session(session_key("s")).stream()
+            hub.get_session(session_key("s")).push_weights(Head().state_dict())
+            stream = first.get_session(session_key("s")).stream()
             with registry.lock():
                 registry.remove(registry.cluster(), "pi-1")
             with pytest.raises(LinkError) as cut:
@@ -321,7 +321,7 @@ def test_nothing_of_a_removed_member_s_roster_is_read(
 
     with daemon(pair[0]):
         roster, _ = remove(registry, "pi-2")
-        monkeypatch.setattr(server, "only_message", never)
+        monkeypatch.setattr(server, "take_message", never)
         with (
             client(pair[1], "pi-1") as removed,
             pytest.raises(LinkError, match="names pi-2, which is no member here"),

@@ -20,8 +20,8 @@ from collapipe_flwr.core.links import is_address
 from collapipe_flwr.membership.admission import JoiningService
 from collapipe_flwr.membership.discovery import _read_addresses
 from collapipe_flwr.membership.figures import add_figures, read_figures
-from collapipe_flwr.transport.joining import JOIN, JoinRequest, key_in_request, request_for
-from collapipe_flwr.transport.methods import decode_message, encode_message, name_options
+from collapipe_flwr.transport.joining import JOIN, JoinRequest, extract_request_key, make_request
+from collapipe_flwr.transport.methods import decode_message, encode_message, make_name_options
 from collapipe_flwr.transport.roster import Roster
 from tests.membership.clusters import new_registry
 from tests.thorough import examples
@@ -44,7 +44,7 @@ PIN = bytes(range(32))
 ASKED = JoinRequest(
     secret="ab" * 16,
     name="pi-1",
-    request_pem=request_for("pi-1", ec.generate_private_key(ec.SECP256R1())),
+    request_pem=make_request("pi-1", ec.generate_private_key(ec.SECP256R1())),
     unix_s=0.0,
     address="10.0.0.2:50071",
     speed_flop_per_s=1e9,
@@ -83,13 +83,13 @@ def test_what_a_stranger_asks_writes_one_printable_line_into_the_log(
     with (
         JoiningService(registry, "127.0.0.1:0") as service,
         grpc.secure_channel(
-            service.address, credentials, options=name_options(SERVICE_NAME)
+            service.address, credentials, options=make_name_options(SERVICE_NAME)
         ) as channel,
         caplog.at_level(logging.DEBUG, "collapipe_flwr"),
     ):
         for data in calls:
             with pytest.raises(grpc.RpcError) as refusal:
-                JOIN.on(channel)(data, timeout=60)
+                JOIN.bind(channel)(data, timeout=60)
             assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert refusal.value.details().isprintable()
     said = [r.getMessage() for r in caplog.records if r.name.startswith("collapipe_flwr")]
@@ -107,7 +107,7 @@ def test_what_a_stranger_asks_writes_one_printable_line_into_the_log(
 )
 def test_a_signing_request_is_a_key_or_one_sentence(pem: str) -> None:
     try:
-        assert isinstance(key_in_request(pem), ec.EllipticCurvePublicKey)
+        assert isinstance(extract_request_key(pem), ec.EllipticCurvePublicKey)
     except ProtocolError as error:
         assert str(error).isprintable()
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.transport.certificates import Authority, names_in, sign_all
-from collapipe_flwr.transport.tls import client_credentials, server_credentials
+from collapipe_flwr.transport.certificates import Authority, list_names, sign_all
+from collapipe_flwr.transport.tls import build_client_credentials, build_server_credentials
 
 
 def test_keys_are_for_their_owner_only_and_certificates_name_member_and_host(tmp_path: Path):
@@ -170,8 +170,8 @@ def _all_stand(folder: Path, members: Iterable[str]) -> bool:
     authority = Authority(folder)
     try:
         for name in members:
-            files = authority.files(name)
-            server_credentials(files)
+            files = authority.locate_files(name)
+            build_server_credentials(files)
             certificate = x509.load_pem_x509_certificate(files.certificate.read_bytes())
             certificate.verify_directly_issued_by(ca)
     except (ConfigError, InvalidSignature, ValueError):
@@ -182,13 +182,13 @@ def _all_stand(folder: Path, members: Iterable[str]) -> bool:
 def test_a_key_of_another_certificate_is_named_at_the_start(tmp_path: Path):
     made = sign_all(tmp_path, {"pi-1": [], "pi-2": []})
     mixed = replace(made["pi-1"], key=made["pi-2"].key)
-    for credentials in (server_credentials, client_credentials):
+    for credentials in (build_server_credentials, build_client_credentials):
         with pytest.raises(
             ConfigError, match=r"pi-2.key is not the key of .*pi-1.pem .*collapipe certs --renew"
         ):
             credentials(mixed)
     made["pi-1"].key.write_bytes(b"")
-    for credentials in (server_credentials, client_credentials):
+    for credentials in (build_server_credentials, build_client_credentials):
         with pytest.raises(
             ConfigError, match=r"pi-1.key is not the key of .*pi-1.pem .*collapipe certs --renew"
         ):
@@ -225,7 +225,7 @@ def test_a_device_does_not_pass_as_the_edge_on_the_same_machine(tmp_path: Path):
     file.write_text(f'id = "g"\n[[device]]\nname = "pi-1"\n{at}1"\n[edge]\n{at}2"\n')
     done = CliRunner().invoke(app, ["certs", str(tmp_path / "certs"), "--cluster", str(file)])
     assert done.exit_code == 0, done.exception
-    hosts = names_in(tmp_path / "certs")
+    hosts = list_names(tmp_path / "certs")
     assert hosts["pi-1"] == ("pi-1",)
     assert hosts["edge"] == ("edge", "127.0.0.1")
 

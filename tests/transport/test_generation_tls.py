@@ -17,7 +17,7 @@ from collapipe_flwr.transport import generation
 from collapipe_flwr.transport import server as servers
 from collapipe_flwr.transport.certificates import Authority, sign_all
 from collapipe_flwr.transport.generation import GenerateRequest, TextClient, TextServer
-from collapipe_flwr.transport.methods import channel_options
+from collapipe_flwr.transport.methods import make_channel_options
 
 
 def echo(request: GenerateRequest) -> Iterator[str]:
@@ -58,13 +58,13 @@ def test_members_ask_in_their_roles_and_guests_by_name(tmp_path: Path) -> None:
 
 def test_a_host_called_like_the_control_unit_may_not_ask(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
-    ours = authority.member("control-unit", ["127.0.0.1"])
+    ours = authority.issue("control-unit", ["127.0.0.1"])
     file = tmp_path / "c.toml"
     file.write_text('id = "g"\n[[device]]\nname = "pi-1"\naddress = "127.0.0.1:1"\n')
     access = access_control([read_cluster(file)], ["guest"])
     with TextServer("127.0.0.1:0", echo, most=1, tls=ours, access=access) as server:
         for claimed in ("control-unit", "guest"):
-            removed = authority.member("removed", [claimed])
+            removed = authority.issue("removed", [claimed])
             with (
                 TextClient(server.address, tls=removed, deadline_s=20) as client,
                 pytest.raises(ConfigError, match="names removed, which is no member here"),
@@ -89,7 +89,7 @@ def test_a_caller_that_never_says_what_it_wants_frees_its_place(
 
     with (
         TextServer("127.0.0.1:0", echo, most=1) as server,
-        grpc.insecure_channel(server.address, channel_options()) as channel,
+        grpc.insecure_channel(server.address, make_channel_options()) as channel,
     ):
         call = channel.stream_stream("/collapipe.Texts/Write", None, None)(nothing())
         with TextClient(server.address, deadline_s=15) as client:
@@ -110,7 +110,7 @@ def test_whatever_is_sent_is_refused_and_the_next_text_written() -> None:
     ]
     with (
         TextServer("127.0.0.1:0", echo, most=1) as server,
-        grpc.insecure_channel(server.address, channel_options()) as channel,
+        grpc.insecure_channel(server.address, make_channel_options()) as channel,
     ):
         for message in odd:
             call = channel.stream_stream("/collapipe.Texts/Write", None, None)(iter([message]))

@@ -184,5 +184,5 @@ def test_a_short_message_does_not_become_a_long_one() -> None:
         Server("127.0.0.1:0", answers, threads=1, most_calls=2) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
-        squeezed = sized.on(channel)(bytes(2**20), compression=grpc.Compression.Gzip)
+        squeezed = sized.bind(channel)(bytes(2**20), compression=grpc.Compression.Gzip)
     assert int(squeezed) < 2**14

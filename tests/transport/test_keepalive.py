@@ -20,7 +20,7 @@ import pytest
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import Heartbeat
-from collapipe_flwr.transport.keepalive import Keepalive, keepalive_options
+from collapipe_flwr.transport.keepalive import Keepalive, make_keepalive_options
 
 ROOT = Path(__file__).parents[2]
 HEARTBEAT = Heartbeat(period_s=0.5, misses=4)  # a starved host is not to be taken for lost
@@ -29,8 +29,8 @@ HOST = """
 import ctypes, sys
 from concurrent.futures import ThreadPoolExecutor
 import grpc
-from collapipe_flwr.transport.keepalive import server_keepalive_options
-server = grpc.server(ThreadPoolExecutor(1), options=server_keepalive_options())
+from collapipe_flwr.transport.keepalive import make_server_keepalive_options
+server = grpc.server(ThreadPoolExecutor(1), options=make_server_keepalive_options())
 print(server.add_insecure_port("127.0.0.1:0"), flush=True)
 server.start()
 for line in sys.stdin:
@@ -62,7 +62,7 @@ def host() -> Iterator[tuple[subprocess.Popen[str], int]]:
 def watched(port: int) -> Iterator[list[float]]:
     """When the host on that port was lost."""
     lost_s: list[float] = []
-    connect = partial(grpc.insecure_channel, f"127.0.0.1:{port}", keepalive_options(HEARTBEAT))
+    connect = partial(grpc.insecure_channel, f"127.0.0.1:{port}", make_keepalive_options(HEARTBEAT))
     with Keepalive(connect, HEARTBEAT, lambda: lost_s.append(time.monotonic())):
         yield lost_s
 

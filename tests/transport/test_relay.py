@@ -92,7 +92,7 @@ def test_each_device_is_reached_by_its_name_at_one_address(config: ClusterConfig
         for name in ("d0", "d1", "d0"):
             with client(config, name, there.address, as_="d2") as peer:
                 peer.echo(bytes(3_000_000))
-                assert peer.status().unix_s > 0  # from who proved that name, end to end
+                assert peer.ask_status().unix_s > 0  # from who proved that name, end to end
 
 
 def test_a_device_that_is_away_is_so_in_one_sentence_until_it_has_dialled_again(
@@ -101,20 +101,20 @@ def test_a_device_that_is_away_is_so_in_one_sentence_until_it_has_dialled_again(
     at = config.relay_address
     with DialRelay(at, lambda: [config]), client(config, "d0", at) as peer:
         with pytest.raises(Unreachable, match=r"d0 at .*: it has not dialled in to its control"):
-            peer.status()
+            peer.ask_status()
         assert "has not dialled in" in diagnose(at, "d0", files(config, "cu"))
     with ExitStack() as stack:
         first = stack.enter_context(DialRelay(at, lambda: [config]))
         with device(config, "d0", at) as admitted:
             with client(config, "d0", at) as peer:
-                peer.status()
+                peer.ask_status()
                 first.__exit__()
                 with pytest.raises(Unreachable):
-                    peer.status()
+                    peer.ask_status()
             with DialRelay(at, lambda: [config]):
                 assert admitted.get(timeout=WAIT_S) == "d0"
                 with client(config, "d0", at) as peer:
-                    assert peer.status().unix_s > 0
+                    assert peer.ask_status().unix_s > 0
 
 
 def test_a_stranger_hears_one_sentence_and_nobody_dials_in_as_another(
@@ -193,12 +193,12 @@ def test_a_device_that_is_removed_is_cut_off_with_its_peers(config: ClusterConfi
         device(config, "d0", there.address),
         client(config, "d0", there.address) as peer,
     ):
-        peer.status()
+        peer.ask_status()
         now[:] = [replace(config, devices=config.devices[1:])]
         until_s = time.monotonic() + WAIT_S
         with pytest.raises(Unreachable):
             while time.monotonic() < until_s:
-                peer.status()
+                peer.ask_status()
 
 
 def test_work_ends_although_it_was_told_so_while_a_connection_of_it_broke() -> None:
@@ -234,11 +234,11 @@ def test_a_device_serves_no_more_peers_at_once_than_it_may(
     monkeypatch.setattr(relay, "MOST_OF_A_DEVICE", 1)
     with DialRelay("127.0.0.1:0", lambda: [config]) as there, device(config, "d0", there.address):
         with client(config, "d0", there.address) as first:
-            first.status()
+            first.ask_status()
             with client(config, "d0", there.address, as_="d2") as second:
                 with pytest.raises(Unreachable):
-                    second.status()
-                first.status()
+                    second.ask_status()
+                first.ask_status()
         with client(config, "d0", there.address, as_="d2") as second:
             assert _answers(second)
 
@@ -247,7 +247,7 @@ def _answers(peer: HostClient) -> bool:
     until_s = time.monotonic() + WAIT_S
     while time.monotonic() < until_s:
         try:
-            peer.status()
+            peer.ask_status()
         except Unreachable:  # the other's end is on its way
             continue
         return True

@@ -8,7 +8,7 @@ import torch
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.transport.codec import WIRE_CODECS, decode_frame, encode_frame
-from collapipe_flwr.transport.simulated_link import simulated_pair
+from collapipe_flwr.transport.simulated_link import make_simulated_pair
 
 
 @pytest.mark.parametrize("codec", WIRE_CODECS)
@@ -16,7 +16,7 @@ from collapipe_flwr.transport.simulated_link import simulated_pair
 def test_it_loses_what_the_wire_loses(codec, name):
     tensors = {name: torch.randn(3, 5, 256), "labels": torch.arange(7), "scale": torch.randn(9)}
     frame = Frame(kind=FrameKind.ACTIVATION, tensors=tensors, scalars={"weight": 3.0})
-    left, right = simulated_pair("left", "right", LinkConfig(codec=codec))
+    left, right = make_simulated_pair("left", "right", LinkConfig(codec=codec))
     left.send(frame, deadline_s=1.0)
     here, there = right.receive(deadline_s=1.0), decode_frame(encode_frame(frame, codec))
     assert here.scalars == there.scalars

@@ -13,7 +13,7 @@ from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.links import LinkConfig, min_rate
 from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, MemoryLink
 from collapipe_flwr.transport import simulated_link
-from collapipe_flwr.transport.simulated_link import simulated_pair
+from collapipe_flwr.transport.simulated_link import make_simulated_pair
 
 FRAME = Frame(kind=FrameKind.ACTIVATION, tensors={HIDDEN: torch.zeros(250)})  # 1000 bytes
 PACE = LinkConfig(forward_bit_per_s=8_000.0, backward_bit_per_s=4_000.0)
@@ -41,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_frames_arrive_when_the_wire_has_carried_them(clock: Clock):
-    left, right = simulated_pair("left", "right", PACE)
+    left, right = make_simulated_pair("left", "right", PACE)
     for sender, receiver, rate in ((left, right, 1000.0), (right, left, 500.0)):
         started_s = clock.now_s
         for _ in range(2):
@@ -54,7 +54,7 @@ def test_frames_arrive_when_the_wire_has_carried_them(clock: Clock):
 
 
 def test_a_frame_that_was_there_already_is_not_held_back(clock: Clock):
-    left, right = simulated_pair("left", "right", PACE)
+    left, right = make_simulated_pair("left", "right", PACE)
     left.send(FRAME, deadline_s=DEADLINE_S)
     clock.wait(1.1)
     right.receive(deadline_s=DEADLINE_S)
@@ -63,7 +63,7 @@ def test_a_frame_that_was_there_already_is_not_held_back(clock: Clock):
 
 def test_an_error_overtakes_what_is_on_its_way():
     slow = LinkConfig(forward_bit_per_s=80.0, backward_bit_per_s=80.0)
-    left, right = simulated_pair("left", "right", slow)
+    left, right = make_simulated_pair("left", "right", slow)
     left.send(FRAME, deadline_s=1.0)
     threading.Timer(0.1, left.close, ("broken",)).start()
     started_s = time.monotonic()
@@ -74,7 +74,7 @@ def test_an_error_overtakes_what_is_on_its_way():
 
 
 def test_links_without_a_rate_stay_as_they_are():
-    assert all(type(end) is MemoryLink for end in simulated_pair("a", "b", LinkConfig()))
+    assert all(type(end) is MemoryLink for end in make_simulated_pair("a", "b", LinkConfig()))
 
 
 @pytest.mark.parametrize(("one", "other", "both"), [(None, None, None), (2, None, 2), (3, 2, 2)])

@@ -19,14 +19,14 @@ from collapipe_flwr.transport import certificates, methods, tls
 from collapipe_flwr.transport.certificates import Authority, sign_all
 from collapipe_flwr.transport.connection import Connection
 from collapipe_flwr.transport.diagnosis import diagnose
-from collapipe_flwr.transport.tls import check_validity, validity_of
+from collapipe_flwr.transport.tls import check_validity, read_validity
 
 
 @pytest.mark.parametrize("days", [1, 825, 36_500])  # the last ends after 2049, written otherwise
 def test_the_dates_are_those_that_a_library_reads(tmp_path: Path, days: int) -> None:
     pem = sign_all(tmp_path, {"pi-1": ["10.0.0.11"]}, days=days)["pi-1"].certificate.read_bytes()
     known = x509.load_pem_x509_certificate(pem)
-    assert validity_of(pem) == (known.not_valid_before_utc, known.not_valid_after_utc)
+    assert read_validity(pem) == (known.not_valid_before_utc, known.not_valid_after_utc)
 
 
 def test_before_and_after_its_time_a_certificate_is_refused_with_the_way_out(tmp_path: Path):
@@ -42,8 +42,8 @@ def test_before_and_after_its_time_a_certificate_is_refused_with_the_way_out(tmp
 def test_neither_end_of_a_link_starts_with_an_expired_certificate(tmp_path: Path, monkeypatch):
     files = sign_all(tmp_path, {"pi-1": []}, days=10)["pi-1"]
     late = datetime.now(UTC) + timedelta(days=11)
-    monkeypatch.setattr(tls, "_now", lambda: late)
-    for credentials in (tls.server_credentials, tls.client_credentials):
+    monkeypatch.setattr(tls, "_read_clock", lambda: late)
+    for credentials in (tls.build_server_credentials, tls.build_client_credentials):
         with pytest.raises(ConfigError, match="expired on"):
             credentials(files)
 
@@ -59,7 +59,7 @@ def _made(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, days: int) -
     with monkeypatch.context() as then:
         shifted = SimpleNamespace(datetime=Shifted, timedelta=timedelta, UTC=UTC)
         then.setattr(certificates, "datetime", shifted)
-        return Authority(folder, days=10).member(name, ["127.0.0.1"])
+        return Authority(folder, days=10).issue(name, ["127.0.0.1"])
 
 
 @pytest.mark.parametrize(

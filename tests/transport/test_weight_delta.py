@@ -44,9 +44,9 @@ def _push(client: HostClient, session_id: str, weights: dict[str, Tensor]) -> Tr
 def test_the_first_push_moves_everything_and_the_same_again_nothing(client: HostClient) -> None:
     weights = _weights()
     assert _push(client, "a", weights) == TransferStats(sent_bytes=_bytes(weights))
-    client.session(session_key("a")).close()
+    client.get_session(session_key("a")).close()
     assert _push(client, "b", weights) == TransferStats(spared_bytes=_bytes(weights))
-    found = client.session(session_key("b")).fetch_weights()
+    found = client.get_session(session_key("b")).fetch_weights()
     assert all(torch.equal(found[key], weights[key]) for key in weights)
 
 
@@ -68,25 +68,25 @@ def test_slots_that_were_kept_stay_where_they_are(client: HostClient, kept: bool
 def test_only_what_changed_moves(client: HostClient) -> None:
     weights = _weights()
     _push(client, "a", weights)
-    client.session(session_key("a")).close()
+    client.get_session(session_key("a")).close()
     key = next(iter(weights))
     weights[key] = weights[key] + 1
     moved = _push(client, "b", weights)
     assert moved.sent_bytes == weights[key].numel() * weights[key].element_size()
     assert moved.spared_bytes == _bytes(weights) - moved.sent_bytes > 0
-    found = client.session(session_key("b")).fetch_weights()
+    found = client.get_session(session_key("b")).fetch_weights()
     assert all(torch.equal(found[key], weights[key]) for key in weights)
 
 
 def test_a_fetch_brings_only_what_training_changed(client: HostClient) -> None:
     weights = _weights()
     _push(client, "a", weights)
-    fetched, moved = client.session(session_key("a")).fetch_changed(weights)
+    fetched, moved = client.get_session(session_key("a")).fetch_changed(weights)
     assert moved == TransferStats(spared_bytes=_bytes(weights))
     assert all(torch.equal(fetched[key], weights[key]) for key in weights)
     key = next(iter(weights))
     known = {**weights, key: weights[key] + 1}
-    fetched, moved = client.session(session_key("a")).fetch_changed(known)
+    fetched, moved = client.get_session(session_key("a")).fetch_changed(known)
     assert torch.equal(fetched[key], weights[key])
     assert moved.received_bytes == weights[key].numel() * weights[key].element_size()
 
@@ -120,7 +120,7 @@ def test_a_host_forgets_what_the_session_before_the_last_held(client: HostClient
     old, new = _weights(), {key: tensor + 1 for key, tensor in _weights().items()}
     for session_id, weights in (("a", old), ("b", new)):
         _push(client, session_id, weights)
-        client.session(session_key(session_id)).close()
+        client.get_session(session_key(session_id)).close()
     assert _push(client, "c", old).sent_bytes == _bytes(old)
 
 
@@ -132,7 +132,7 @@ def test_a_host_without_a_store_asks_for_everything() -> None:
     ):
         for session_id in ("a", "b"):
             assert _push(client, session_id, weights).sent_bytes == _bytes(weights)
-            client.session(session_key(session_id)).close()
+            client.get_session(session_key(session_id)).close()
 
 
 def test_a_digest_tells_values_dtypes_and_shapes_apart() -> None:

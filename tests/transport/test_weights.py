@@ -12,7 +12,7 @@ import torch
 
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.pipeline.link import Frame, FrameKind
-from collapipe_flwr.transport.weights import gather_weights, weight_frames
+from collapipe_flwr.transport.weights import cut_weights, gather_weights
 
 WEIGHTS = {
     "a.weight": torch.randn(5, 7),
@@ -25,7 +25,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("piece_bytes", [1, 8, 50, 10_000])
 def test_round_trip_in_pieces(piece_bytes):
-    back = gather_weights(weight_frames(WEIGHTS, piece_bytes), most_bytes=10_000)
+    back = gather_weights(cut_weights(WEIGHTS, piece_bytes), most_bytes=10_000)
     assert list(back) == list(WEIGHTS)
     for key, tensor in WEIGHTS.items():
         assert torch.equal(back[key], tensor)
@@ -33,7 +33,7 @@ def test_round_trip_in_pieces(piece_bytes):
 
 
 def broken_streams():
-    frames = list(weight_frames(WEIGHTS, 50))
+    frames = list(cut_weights(WEIGHTS, 50))
     yield "no end", frames[:-1]
     yield "piece missing", frames[:1] + frames[2:]
     yield "last piece missing", [f for f in frames if f is not frames[2]]
@@ -62,14 +62,14 @@ def test_broken_streams_are_refused(frames):
 
 def test_small_tensors_share_frames():
     many = {str(index): torch.randn(3) for index in range(200)}
-    frames = list(weight_frames(many))
+    frames = list(cut_weights(many))
     assert len(frames) < len(many) / 20
     assert all(torch.equal(many[key], found) for key, found in gather_weights(frames, 2400).items())
 
 
 def calls_to_gather(tensors: int) -> int:
     """How many functions are called, in Python or C, for so many empty tensors."""
-    frames = list(weight_frames({str(index): torch.empty(0) for index in range(tensors)}))
+    frames = list(cut_weights({str(index): torch.empty(0) for index in range(tensors)}))
     calls = itertools.count()
     sys.setprofile(lambda _frame, event, _what: event.endswith("call") and next(calls))
     try:
@@ -86,4 +86,4 @@ def test_the_work_grows_no_faster_than_the_number_of_tensors():
 def test_more_tensors_than_any_model_has_are_refused_as_such(monkeypatch):
     monkeypatch.setattr("collapipe_flwr.transport.weights.MOST_TENSORS", 4)
     with pytest.raises(ProtocolError, match="more than 4 tensors"):
-        gather_weights(weight_frames(WEIGHTS), most_bytes=10_000)
+        gather_weights(cut_weights(WEIGHTS), most_bytes=10_000)

@@ -45,7 +45,7 @@ from collapipe_flwr.federation.client.site import Site
 from collapipe_flwr.federation.privacy_account import Charge, PrivacySpending, charge
 from collapipe_flwr.federation.records import NO_SECURE_AGGREGATION, only_arrays
 from collapipe_flwr.federation.updates import EXACT, encode_update, is_coded
-from collapipe_flwr.host.allocator import configured_malloc, trim_heap
+from collapipe_flwr.host.allocator import trim_heap, use_one_heap
 from collapipe_flwr.models.tasks import LABEL_NAMES
 
 _log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class Cluster:
         edge, or all devices, are lost.
         """
         start_s = time.perf_counter()
-        with configured_malloc():
+        with use_one_heap():
             if not self._takes_bundles and _asked_codec(message) != EXACT:
                 raise ConfigError(_NO_PLACE)
             asked, name, weights = self._begin(message, context)
@@ -252,7 +252,7 @@ class Cluster:
         name, or one number, named after the function. Sequences of different lengths are padded,
         labels by -100. A :class:`TestSet` has its own metrics.
         """
-        with configured_malloc():
+        with use_one_heap():
             asked, _, weights = self._begin(message, context)
             if not isinstance(batches, TestSet):
                 batches = LoaderTest(loader=batches, metrics=metrics)

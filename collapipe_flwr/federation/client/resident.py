@@ -38,7 +38,7 @@ from collapipe_flwr.core.processes import stop_on_signals
 from collapipe_flwr.federation.client import STATE_KEY, local_socket
 from collapipe_flwr.federation.client.relay import AGAIN, ALIVE, READY, REFUSED, VERSION, AppCode
 from collapipe_flwr.host.allocator import configure_malloc, trim_heap
-from collapipe_flwr.host.metrics import serving_metrics
+from collapipe_flwr.host.metrics import serve_metrics
 
 log = logging.getLogger("flwr.collapipe")
 _OURS = "collapipe."  # how the keys of our records begin
@@ -127,7 +127,7 @@ def serve(settings: ResidentSettings, announce: Callable[[str], None]) -> None:
         listener = take_listener() or local_socket.listen(settings.path)
         announce(str(settings.path))
         unit = ControlUnit(listener, settings, stop)
-        with serving_metrics(settings.metrics, unit.metrics):
+        with serve_metrics(settings.metrics, unit.metrics):
             unit.serve()
         settings.path.unlink(missing_ok=True)
         os._exit(0)  # ends a message that was not answered in time
