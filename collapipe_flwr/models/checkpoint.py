@@ -58,11 +58,14 @@ def read_pretrained_config(pretrained: str) -> PreTrainedConfig:
             f"cannot read the checkpoint {pretrained!r}: {offline or first_lines(cause)}; "
             "give a folder with config.json or a hub name that this machine can reach"
         ) from cause
-    if getattr(config, "quantization_config", None):
-        raise ModelError(
-            f"the checkpoint {pretrained!r} is quantised, and its tensors are no longer those of "
-            f"a {config.model_type!r} model: name the one that it was made from"
-        )
+    if quantized := getattr(config, "quantization_config", None):
+        if not (isinstance(quantized, dict) and quantized.get("load_in_4bit")):
+            raise ModelError(
+                f"the checkpoint {pretrained!r} is quantised, but not to 4 bits by bitsandbytes, "
+                f"so its tensors are not those of a {config.model_type!r} model: name the one that "
+                "it was made from"
+            )
+        del config.quantization_config  # tensors are widened where they are read
     return config
 
 
@@ -101,11 +104,17 @@ def load_checkpoint(
     assert spec.pretrained is not None
     unread = f"cannot load the checkpoint {spec.pretrained!r}"
     kinds = OSError, ValueError, RuntimeError, SafetensorError
+    source: str | None = _source(spec.pretrained)
+    builder, state = builder_of(spec, config), None
+    if "quantization_config" in PreTrainedConfig.get_config_dict(_source(spec.pretrained))[0]:
+        builder, source = type(build_published_skeleton(spec)), None
+        state = CheckpointSource(spec).read_all()
     with translate_errors(unread, kinds), silence(logging), torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        model, report = builder_of(spec, config).from_pretrained(
-            _source(spec.pretrained),
+        model, report = builder.from_pretrained(
+            source,
             config=config,
+            state_dict=state,
             dtype=torch.float32,
             ignore_mismatched_sizes=True,  # judged below
             output_loading_info=True,
@@ -151,6 +160,7 @@ def checkpoint_misfit(spec: ModelSpec, problem: str, keys: Sequence[str]) -> Mod
 # File, name in it, and the converter that joins several (experts, say) with the pattern it knows.
 Piece = tuple[Path, str, WeightConverter | None, str]
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_BLOCKS = 2**12  # of 4-bit codes that are widened at a time
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -181,6 +191,11 @@ class CheckpointSource:
         if constant is None:
             raise ModelError(f"the checkpoint {self._pretrained!r} lacks the tensor {key!r}")
         return constant
+
+    def read_all(self) -> dict[str, Tensor]:
+        """Read every stored tensor, under one of its keys where several are tied."""
+        once = {str(pieces): key for key, pieces in reversed(self._places.items())}
+        return {key: self.read(key) for key in once.values()}
 
 
 class Completed(dict[str, Tensor]):
@@ -226,7 +241,42 @@ def _read(pieces: Sequence[Piece], key: str, model: PreTrainedModel) -> Tensor:
 def _read_tensor(file: Path, name: str) -> Tensor:
     with safe_open(file, framework="pt") as tensors:
         tensor: Tensor = tensors.get_tensor(name)
-    return tensor
+    return tensor if tensor.dtype != torch.uint8 else _widen(tensor, _read_scales(file, name))
+
+
+def _read_scales(file: Path, name: str) -> dict[str, Tensor]:
+    """Read what bitsandbytes keeps beside the 4-bit codes ``name``, maybe in another shard."""
+    found, prefix = {}, f"{name}."
+    for shard in sorted(file.parent.glob("*.safetensors")):
+        with safe_open(shard, framework="pt") as tensors:
+            for other in tensors.keys():  # noqa: SIM118 - not a mapping
+                if other.startswith(prefix):
+                    found[other.removeprefix(prefix)] = tensors.get_tensor(other)
+    return found
+
+
+def _widen(codes: Tensor, beside: Mapping[str, Tensor]) -> Tensor:
+    """Widen 4-bit codes of bitsandbytes to float32, as `QuantState` in its functional.py has them.
+
+    Two codes to a byte, the higher half first; a scale per block, which may be 8-bit codes itself.
+    """
+    (state,) = (value for key, value in beside.items() if key.startswith("quant_state."))
+    told = json.loads(state.numpy().tobytes())
+    scales = beside["absmax"]
+    if "nested_absmax" in beside:
+        outer = beside["nested_absmax"].repeat_interleave(told["nested_blocksize"])
+        scales = beside["nested_quant_map"][scales.long()] * outer[: len(scales)]
+        scales = scales + told["nested_offset"]
+    wide = torch.empty(told["shape"])
+    flat, size = wide.view(-1), told["blocksize"]
+    for first in range(0, len(scales), _BLOCKS):  # indices take 16 times the memory of codes
+        here = slice(first * size, (first + _BLOCKS) * size)
+        packed = codes.view(-1)[here.start // 2 : -(-here.stop // 2)]
+        each = torch.stack([packed >> 4, packed & 15], dim=-1).view(-1)
+        scale = scales[first : first + _BLOCKS].repeat_interleave(size)
+        count = len(flat[here])
+        flat[here] = beside["quant_map"][each[:count].long()] * scale[:count]
+    return wide
 
 
 def _find_places(pretrained: str, skeleton: PreTrainedModel) -> dict[str, list[Piece]]:

@@ -137,3 +137,51 @@ def test_tables_keep_16_bits_as_transformers_leaves_them(tiny: Any, tmp_path: Pa
     head = splitter.build_edge(weights).model.get_output_embeddings()
     table = splitter.build_embedding(weights).model.get_input_embeddings()
     assert head.weight.dtype == table.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_a_checkpoint_in_4_bits_trains_as_the_unsplit_model_does(
+    nested: bool, shard: str, tiny: Any, tmp_path: Path
+) -> None:
+    """Its codes are widened and rounded again, which changes none of them."""
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested
+    )
+    plain = checkpoint(tiny, "llama", tmp_path)
+    kept = AutoModelForCausalLM.from_pretrained(plain, quantization_config=settings)
+    kept.save_pretrained(tmp_path / "kept", max_shard_size=shard)
+    splitter = describe(str(tmp_path / "kept"))
+    weights = moved(splitter.initial_weights(seed=3))
+    save_adapter(splitter.spec, weights, tmp_path / "adapter")
+    from peft import PeftModel  # slow; other workers do without
+
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "kept", dtype=torch.float32)
+    whole = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True)
+    batch = tiny.batch("llama", "causal-lm")
+    cut = Cut(stops=(1, splitter.num_blocks), micro_batches=(1, len(batch["input_ids"]) - 1))
+    losses, trained = train_split(splitter, weights, cut, [cut_up(batch, cut.micro_batches)], SGD)
+    expected = by_hand(
+        whole, lambda model, step: model(**step, use_cache=False).loss, [batch], False
+    )
+    assert losses == near(tuple(expected))
+    learnt = {
+        key_of(name.removeprefix(PREFIX)): parameter.detach()
+        for name, parameter in whole.named_parameters()
+        if parameter.requires_grad
+    }
+    assert_near(trained, learnt)
+
+
+def test_a_checkpoint_in_4_bits_is_read_as_it_was_rounded(tiny: Any, tmp_path: Path) -> None:
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4")
+    plain = checkpoint(tiny, "llama", tmp_path)
+    kept = AutoModelForCausalLM.from_pretrained(plain, quantization_config=settings)
+    kept.save_pretrained(tmp_path / "kept")
+    found = describe(str(tmp_path / "kept"), None).initial_weights(seed=1)
+    assert set(found) == set(describe(plain, None).initial_weights(seed=1))
+    layers = {n: m for n, m in kept.named_modules() if isinstance(m, bitsandbytes.nn.Linear4bit)}
+    assert len(layers) == 7 * kept.config.num_hidden_layers
+    for name, layer in layers.items():
+        wide = bitsandbytes.functional.dequantize_4bit(layer.weight, layer.weight.quant_state)
+        assert_near(found[f"{name}.weight"].bfloat16(), wide.bfloat16())
