@@ -69,6 +69,19 @@ class SampledBatches(Batches, Protocol):
         """The most examples of a step that a plan may choose."""
 
 
+@runtime_checkable
+class CountedBatches(Batches, Protocol):
+    """Batches of which it is known how often any example comes."""
+
+    @property
+    def population(self) -> int:
+        """The number of examples that there are."""
+
+    @property
+    def visits(self) -> int:
+        """The most often that one of them comes."""
+
+
 @dataclass(slots=True, kw_only=True)
 class LoaderBatches:
     """The :class:`Batches` of ``epochs`` passes over a user's ``loader``.

@@ -161,6 +161,16 @@ class LocalExamples:
         return len(self.chosen)
 
     @property
+    def population(self) -> int:
+        """The number of the cluster's examples."""
+        return self.data.count
+
+    @property
+    def visits(self) -> int:
+        """How often one may come in this round, which is not from a stream."""
+        return -(-len(self.chosen) // self.population)
+
+    @property
     def fresh_examples(self) -> int:
         return len(self.fresh)
 

@@ -17,6 +17,7 @@ from collapipe_flwr.core.schedule import ALONE, ReplicaIndex, turns
 from collapipe_flwr.pipeline.compute import CPU, hold
 from collapipe_flwr.pipeline.config import (
     LONGEST_WAIT_S,
+    ActivationNoise,
     ExamplePrivacy,
     Execution,
     NoiseConfig,
@@ -57,7 +58,7 @@ class LearningSettings:
         Private training holds a second gradient, the sum over the examples so far.
         """
         kept = self.optimizer.state_bytes(parameters)
-        if self.privacy.active:
+        if self.privacy.on_gradients:
             kept += sum(shape.numel() * dtype.itemsize for shape, dtype in parameters.values())
         return kept
 
@@ -91,6 +92,7 @@ class TrainingOrder:
     server_round: int = 0  # for the logs of devices
     attempt: int = 0  # the order's number, by which the edge tells its progress
     privacy: ExamplePrivacy | None = None  # of every example's gradient
+    activations: ActivationNoise | None = None  # of every example's hidden states
 
     @property
     def hops(self) -> tuple[LinkConfig, ...]:
@@ -147,8 +149,14 @@ class TrainingOrder:
             execution=replace(learning.execution, recompute=recompute),
             turn=turn,
             privacy=self.privacy,
+            activations=self.activations if stage and self._adds_noise(stage) else None,
             audited=self.learning.audit_share > 0,
         )
+
+    def _adds_noise(self, stage: int) -> bool:
+        """Whether a device perturbs hidden states: only that one is told the secret."""
+        noise, segment = self.activations, self.plan.segments[stage - 1]
+        return noise is not None and segment.first_block < noise.behind <= segment.stop_block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

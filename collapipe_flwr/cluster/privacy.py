@@ -8,16 +8,18 @@ from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ConfigError, ScheduleError
 from collapipe_flwr.models.any_splitter import AnySplitter
+from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.pipeline.config import ExamplePrivacy
+from collapipe_flwr.pipeline.config import ActivationNoise, ExamplePrivacy
 
 _SECRET_BYTES = 32
+_SEEN = ("attention_mask", "position_ids")  # of an example, which its length tells anyway
 
 
 def draw_privacy(
     splitter: AnySplitter, learning: LearningSettings, plan: ClusterPlan
 ) -> ExamplePrivacy | None:
-    """Draw the noise of one order; None where the run asks for none.
+    """Draw the noise of one order's gradients; None where the run asks for none.
 
     The secret is a new one for every order: the server may send one again with other weights, and
     the difference of two answers with the same noise would tell what the noise covers. Replays
@@ -25,7 +27,7 @@ def draw_privacy(
     `check_private`, and ScheduleError for a plan whose micro-batches hold several examples.
     """
     asked = learning.privacy
-    if not asked.active:
+    if not asked.on_gradients:
         return None
     check_private(splitter, learning)
     if plan.micro_batch_size != 1:
@@ -40,19 +42,43 @@ def draw_privacy(
     )
 
 
+def draw_activation_noise(
+    splitter: AnySplitter, learning: LearningSettings
+) -> ActivationNoise | None:
+    """Draw the noise of one order's hidden states, as `draw_privacy`."""
+    asked = learning.privacy
+    if not asked.on_activations:
+        return None
+    check_private(splitter, learning)
+    return ActivationNoise(
+        behind=learning.trusted_blocks,
+        norm=asked.clip_norm,
+        deviation=asked.noise_multiplier * asked.clip_norm,
+        secret=secrets.token_hex(_SECRET_BYTES),
+    )
+
+
 def check_private(splitter: AnySplitter, learning: LearningSettings) -> None:
     """Raise ConfigError for a model or settings with which examples cannot be protected."""
-    if not learning.labels_at_home:
+    why = _describe_unfit(splitter)
+    if learning.privacy.on_activations:
+        if not learning.trusted_blocks:
+            raise ConfigError(
+                "privacy.noise-on=activations needs privacy.trusted-blocks of 1 or more: noise is "
+                "added behind them, on a machine that may see what it covers"
+            )
+        why = why or _describe_seen(splitter, learning.trusted_blocks)
+    elif not learning.labels_at_home:
         raise ConfigError(
             "privacy.clip-norm needs privacy.labels=home: an edge that is not the control unit "
             "sees gradients before their noise"
         )
-    if learning.execution.clip_norm:
+    elif learning.execution.clip_norm:
         raise ConfigError(
             f"train.clip-norm={learning.execution.clip_norm:g} would clip again what "
             "privacy.clip-norm has clipped: set train.clip-norm=0"
         )
-    if why := _describe_unfit(splitter):
+    if why:
         raise ConfigError(f"privacy.clip-norm cannot protect examples of this model: {why}")
 
 
@@ -65,4 +91,22 @@ def _describe_unfit(splitter: AnySplitter) -> str:
         return "two parts train one table, so set model.ties=untie"
     if splitter.sums_shared:
         return "several parts train the same parameters, so set model.shared=freeze"
+    return ""
+
+
+def _describe_seen(splitter: AnySplitter, trusted_blocks: int) -> str:
+    """Say what devices would see of an example besides noised states."""
+    assert isinstance(splitter, Splitter)
+    if not splitter.task.labelled:
+        return "its labels are texts, which gradients tell, so set privacy.noise-on=gradients"
+    example, _ = splitter.example(BatchShape(source_length=2))
+    seen = set(splitter.context(example)).difference(_SEEN, splitter.targets_of(example))
+    if seen or splitter.has_own_loss:
+        what = ", ".join(sorted(seen)) or "what its own head or loss reads"
+        return f"{what} would travel to the edge beside hidden states"
+    if not splitter.constant_keys.issuperset(splitter.keys_ahead(trusted_blocks)):
+        return (
+            "embedding and trusted blocks train, by which later hidden states would tell of "
+            "earlier examples, so freeze them"
+        )
     return ""

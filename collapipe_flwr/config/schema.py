@@ -282,22 +282,31 @@ class AppConfig:
 
     def _check_noise(self) -> None:
         """Raise ConfigError for what would undo, or cannot be part of, private training."""
+        on_gradients = self.noise.on_gradients
         unfit = {  # a key: whether its value is, and why
             "runtime": (self.run.runtime != "pipeline", "only stages clip: set pipeline"),
+            "privacy.trusted-blocks": (
+                not (on_gradients or self.privacy.trusted_blocks),
+                "noise-on=activations adds noise behind trusted blocks: set 1 or more",
+            ),
+            "evaluation.federated": (
+                not on_gradients and self.evaluation.federated,
+                "noise-on=activations covers examples of training alone: set false",
+            ),
             "strategy": (
-                self.run.strategy == "qfedavg",
+                on_gradients and self.run.strategy == "qfedavg",
                 "it weighs by losses of training, which stay on the clusters: choose another",
             ),
             "data.stream": (
                 bool(self.data.stream),
-                "every step draws from a fixed set of examples: leave it out",
+                "what is spent is counted for a fixed set of examples: leave it out",
             ),
             "privacy.labels": (
-                not self.privacy.labels_at_home,
+                on_gradients and not self.privacy.labels_at_home,
                 "an edge elsewhere sees gradients before their noise: set home",
             ),
             "train.clip-norm": (
-                self.train.execution.clip_norm > 0,
+                on_gradients and self.train.execution.clip_norm > 0,
                 "gradients are clipped already: leave it out",
             ),
         }
@@ -338,7 +347,7 @@ class AppConfig:
         """What the planner may choose, with what it has to know of training and links."""
         settings = self.scheduler.settings
         return replace(
-            settings.by_example if self.noise.active else settings,
+            settings.by_example if self.noise.on_gradients else settings,
             learning_rate=self.train.optimizer.learning_rate,
             recompute=self.train.execution.recompute,
             codecs=self.links.allowed,

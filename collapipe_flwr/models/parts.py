@@ -24,7 +24,7 @@ from collapipe_flwr.models.module_call import (
 )
 from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights
 from collapipe_flwr.models.skeleton import make_blank_pixels
-from collapipe_flwr.models.stack import Around, PartCache, Stack, disable_cache
+from collapipe_flwr.models.stack import Around, PartCache, Perturb, Stack, disable_cache
 from collapipe_flwr.models.tasks import LABELS, ModelTask, Objective, numbers_of
 
 _LIMITS = ("vocab_size", "max_position_embeddings", "image_size", "max_source_positions")
@@ -106,6 +106,13 @@ class SegmentPart(Part):
         ``around`` is entered for the second computation of each block.
         """
         self._stack.again = around
+
+    def perturb(self, behind: int, perturb: Perturb) -> None:
+        """Replace hidden states behind the model's first ``behind`` blocks, the last of them here.
+
+        ``perturb`` gets them and the mask (B, T), 0 at padding.
+        """
+        self._stack.perturbed[behind] = perturb
 
     def forward(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """Compute the hidden states (B, T, D) after this segment's last block.

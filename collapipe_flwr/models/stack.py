@@ -44,6 +44,7 @@ from collapipe_flwr.models.skeleton import make_blank_pixels
 
 Forward = Callable[..., Any]
 Around = Callable[[], AbstractContextManager[object]]  # entered for every second computation
+Perturb = Callable[[Tensor, Tensor], Tensor]  # of hidden states (B, T, D), with their mask (B, T)
 
 
 def run_block(
@@ -115,7 +116,8 @@ def _same(tensor: Tensor) -> Tensor:
 class Stack:
     """Blocks ``first_block .. stop_block - 1`` of a model, and the modules around the list.
 
-    With ``again`` each block is recomputed in its backward pass, see ``run_block``. Blocks of a
+    With ``again`` each block is recomputed in its backward pass, see ``run_block``. Hidden states
+    behind a block that is ``perturbed`` are replaced. Blocks of a
     family without ``inputs`` get the arguments that the library's own loop over them passes: masks,
     positions and others are thus its own.
     """
@@ -125,6 +127,7 @@ class Stack:
     first_block: int
     stop_block: int
     again: Around | None = None
+    perturbed: dict[int, Perturb] = field(default_factory=dict)  # by the number of blocks ahead
     module: nn.Module = field(init=False)  # that owns embedding and blocks
     blocks: nn.ModuleList = field(init=False)  # all of them, those of other parts hollow
     replaying: Lock = field(init=False, default_factory=Lock)  # an edge's texts share the modules
@@ -163,6 +166,8 @@ class Stack:
                 if index == 0 and self.family.joined:
                     output_BTD = self._join(hidden_BTD, output_BTD, context)
                 hidden_BTD = output_BTD
+                if perturb := self.perturbed.get(index + 1):
+                    hidden_BTD = perturb(hidden_BTD, token_mask(hidden_BTD, context))
         if cache is not None:
             cache.tokens += hidden_BTD.shape[1]
         return hidden_BTD

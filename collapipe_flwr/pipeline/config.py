@@ -21,6 +21,7 @@ from collapipe_flwr.pipeline.optimizer_settings import OptimizerConfig
 PRECISIONS = ("fp32", "bf16")
 LONGEST_WAIT_S = 86_400.0
 MOST_SEED = 2**53
+GRADIENTS, ACTIVATIONS = "gradients", "activations"  # what noise covers
 _RANDOM_BYTES = 16
 _LONGEST_KEY = 500  # characters of a session's id or token
 _LONGEST_NAME = 80  # of names that a peer chooses, in logs and counters
@@ -59,13 +60,16 @@ class Execution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseConfig:
-    """Example-level differential privacy of what a cluster returns (`private_gradients`).
+    """Example-level differential privacy, of what a cluster returns or of what its devices see.
 
     Every example's gradient is clipped to the norm ``clip_norm``, and noise of ``noise_multiplier``
-    times that is added to a step's sum; both are 0 without privacy. A cluster takes no step that
-    would lead its account beyond ``max_epsilon`` (0: no limit) at ``delta``.
+    times that is added to a step's sum (`private_gradients`). With ``noise_on`` activations so are
+    every example's hidden states behind the trusted blocks (`private_activations`). Both are 0
+    without privacy. A cluster takes no step that would lead its account beyond ``max_epsilon`` (0:
+    no limit) at ``delta``.
     """
 
+    noise_on: str = key(GRADIENTS, one_of(GRADIENTS, ACTIVATIONS))
     clip_norm: float = key(0.0, at_least(0))
     noise_multiplier: float = key(0.0, at_least(0))
     delta: float = key(1e-5, between(1e-15, 0.5))
@@ -79,16 +83,28 @@ class NoiseConfig:
                 f"{self.noise_multiplier:g}, but one protects nothing without the other: set both, "
                 "or neither"
             )
-        if self.max_epsilon and not self.clip_norm:
-            raise ConfigError(
-                f"privacy.max-epsilon={self.max_epsilon:g} has no effect without "
-                "privacy.clip-norm and privacy.noise-multiplier: set them, too"
-            )
+        others = {"max-epsilon": f"{self.max_epsilon:g}", "noise-on": self.noise_on}
+        for name, unset in (("max-epsilon", "0"), ("noise-on", GRADIENTS)):
+            if others[name] != unset and not self.clip_norm:
+                raise ConfigError(
+                    f"privacy.{name}={others[name]} has no effect without privacy.clip-norm and "
+                    "privacy.noise-multiplier: set them, too"
+                )
 
     @property
     def active(self) -> bool:
-        """Whether gradients are clipped and noised."""
+        """Whether anything is clipped and noised."""
         return self.clip_norm > 0
+
+    @property
+    def on_gradients(self) -> bool:
+        """Whether gradients are."""
+        return self.active and self.noise_on == GRADIENTS
+
+    @property
+    def on_activations(self) -> bool:
+        """Whether hidden states are."""
+        return self.active and self.noise_on == ACTIVATIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +116,20 @@ class ExamplePrivacy:
     """
 
     group_norm: float
+    deviation: float
+    secret: Annotated[str, bounds.most_entries(_LONGEST_KEY)] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationNoise:
+    """What becomes of hidden states behind the first ``behind`` blocks.
+
+    Those of each example are clipped to ``norm``; ``deviation`` is that of the noise of every
+    number, which is drawn from the ``secret`` of the order (hexadecimal).
+    """
+
+    behind: bounds.Count
+    norm: float
     deviation: float
     secret: Annotated[str, bounds.most_entries(_LONGEST_KEY)] = field(repr=False)
 
@@ -123,6 +153,7 @@ class StageConfig:
     execution: Execution = field(default_factory=Execution)
     turn: ReplicaIndex = ALONE
     privacy: ExamplePrivacy | None = None  # of training; None: gradients are as they are
+    activations: ActivationNoise | None = None  # where this stage holds the last block ahead of it
     audited: bool = False  # its report has `FrameNotes`
 
     def __post_init__(self) -> None:

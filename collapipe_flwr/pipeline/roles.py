@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -37,6 +37,7 @@ from collapipe_flwr.pipeline.link import (
 )
 from collapipe_flwr.pipeline.notes import TAKEN
 from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.private_activations import PrivateActivations
 from collapipe_flwr.pipeline.soundness import describe_odd
 from collapipe_flwr.pipeline.stage import Stage
 from collapipe_flwr.pipeline.step import LOGITS, MicroBatch, Step, StepResult
@@ -44,6 +45,7 @@ from collapipe_flwr.pipeline.targets import Targets
 
 if TYPE_CHECKING:
     from collapipe_flwr.models.part import LossPart
+    from collapipe_flwr.models.parts import SegmentPart
 
 _SAME_SUM = 1e-6  # of weights, relative: another machine may add them in another order
 _SQUARE_NORM, _FACTOR = "square_norm", "factor"
@@ -316,7 +318,18 @@ class _Follower(Stage):
 class MiddleStage(_Follower, _Leader):
     """Holds a segment of blocks: `part(hidden, context) -> hidden`."""
 
+    def __init__(
+        self, part: nn.Module, optimizer: Optimizer, settings: StageConfig, **links: Any
+    ) -> None:
+        super().__init__(part, optimizer, settings, **links)
+        self._noise: PrivateActivations | None = None
+        if settings.activations is not None:
+            self._noise = PrivateActivations(settings.activations)
+            cast("SegmentPart", part).perturb(settings.activations.behind, self._noise)
+
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
+        if self._noise is not None:
+            self._noise.at = (frame.step, frame.micro_batch)
         output: Tensor = self.part(hidden, select_context(frame))
         return output
 

@@ -244,6 +244,12 @@ class RunData:
         cap = max(caps) if len(caps) == len(self._caps) else None
         return {"most": self._share, "cap": cap, "asked": asked}
 
+    @property
+    def spent(self) -> dict[str, float]:
+        """The epsilon that clusters which train privately have spent so far, by their names."""
+        told = {name: cluster.epsilon.last for name, cluster in self.clusters.items()}
+        return {name: epsilon for name, epsilon in told.items() if epsilon is not None}
+
     def device(self, name: str, cluster: str = "") -> DeviceData:
         """Return a member's data, made on first use; by default its name contains its cluster."""
         found = self.devices.get(name)
@@ -417,6 +423,7 @@ class RunStory:
             "peak_memory_bytes": dict(data.memory_bytes),
             "memory_limit_bytes": dict(self.memory_limit_bytes),
             "model_share": data.share_json(self.share_asked),
+            "epsilon": data.spent,
             "versions": dict(self.versions),
             "plan": data.last_plan,
         }

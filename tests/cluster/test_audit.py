@@ -29,7 +29,7 @@ from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.compute import CPU
-from collapipe_flwr.pipeline.config import ExamplePrivacy, Execution
+from collapipe_flwr.pipeline.config import ActivationNoise, ExamplePrivacy, Execution
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, FrameKind
 from collapipe_flwr.pipeline.offload import LazyMapping
 from collapipe_flwr.pipeline.roles import MiddleStage
@@ -210,6 +210,9 @@ CASES: dict[str, dict[str, Any]] = {
     "computed again": {"execution": Execution(recompute=True)},
     "rounded on links": {"execution": Execution(codec="int8")},
     "private": {"privacy": ExamplePrivacy(group_norm=0.1, deviation=0.1, secret="ab")},
+    "noised": {
+        "activations": ActivationNoise(behind=3, norm=1.0, deviation=0.1, secret="ab"),
+    },
     "optimizer kept": {"keep_optimizer": True},
 }
 

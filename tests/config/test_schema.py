@@ -126,6 +126,36 @@ def test_what_cannot_be_private_is_refused_with_its_key_and_value(
     assert parse(PRIVATE).noise.active
 
 
+NOISED = {
+    "privacy.clip-norm": 1.0,
+    "privacy.noise-multiplier": 1.0,
+    "privacy.noise-on": "activations",
+    "privacy.trusted-blocks": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "way_out"),
+    [
+        ({"privacy.trusted-blocks": 0}, "adds noise behind trusted blocks: set 1 or more"),
+        ({"evaluation.federated": True}, "covers examples of training alone: set false"),
+        ({"data.stream": "arrivals"}, "a fixed set of examples: leave it out"),
+    ],
+)
+def test_what_noise_on_activations_does_not_cover_is_refused(
+    value: dict[str, Any], way_out: str
+) -> None:
+    ((key, given),) = value.items()
+    with pytest.raises(ConfigError, match=r"^[^\n]+$") as refusal:
+        parse({**NOISED, **value})
+    assert str(refusal.value).startswith(f"{key} is {given!r} beside privacy.clip-norm, but ")
+    assert way_out in str(refusal.value)
+    with pytest.raises(ConfigError, match=r"privacy\.noise-on=activations has no effect without"):
+        parse({"privacy.noise-on": "activations"})
+    noised = parse({**NOISED, "train.clip-norm": 1.0, "strategy": "qfedavg"})  # which are not hurt
+    assert noised.scheduling.batches == parse({}).scheduling.batches
+
+
 def test_the_demos_overrides_are_not_a_checkpoints() -> None:
     assert parse({}).model.settings["d_model"] == 64
     assert parse({"model.pretrained": "folder"}).model.settings == {}

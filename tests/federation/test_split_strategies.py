@@ -12,6 +12,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod, message_size_mod
+from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideAdaptiveClipping,
     DifferentialPrivacyClientSideFixedClipping,
@@ -277,6 +278,14 @@ def test_secure_aggregation_is_refused_with_a_sentence():
     grid = LocalGrid({1: trainer(1.0, 7), 2: modded(trainer(2.0, 7), secaggplus_mod)})
     strategy.start(grid, floats(), num_rounds=1)
     assert records[0].failures["c2"].startswith("its ClientApp asks for secure aggregation")
+
+
+def test_flowers_secure_aggregation_still_knows_its_legacy_server_alone():
+    """Once it does not, it may be had here, and what SECURITY.md says of it is to be changed."""
+    context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
+    workflow = SecAggPlusWorkflow(num_shares=3, reconstruction_threshold=2)
+    with pytest.raises(TypeError, match="Expect a LegacyContext, but get Context"):
+        workflow(LocalGrid({n: trainer(1.0, 7) for n in NODES}), context)
 
 
 def test_a_cluster_that_asks_for_secure_aggregation_is_refused_before_it_trains():

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from collapipe_flwr.config.schema import AppConfig, parse
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.privacy_account import Charge, count_epsilon, read_charges
+from collapipe_flwr.federation.run.learner import make_learner
 from collapipe_flwr.federation.strategy import CollaPipe
 from tests.integration.conftest import RunApp, events_of
 from tests.integration.test_resume import die_and_resume
+from tests.integration.test_tasks import QUICK
+from tests.tiny_tasks import task_values
 
 pytest.importorskip("dp_accounting")
 
@@ -86,3 +93,60 @@ def test_a_run_that_is_resumed_goes_on_with_its_accounts(run_app: RunApp, tmp_pa
         assert again == last == batches_of(events[1], index)
         for event, batches in zip(events, ([first], [first, again, last]), strict=True):
             assert event["epsilon"][cluster] == pytest.approx(spent(batches, 60)), cluster
+
+
+def noised(folder: Path, **values: Value) -> dict[str, Value]:
+    """A run whose clusters, of 9 examples each, use 12 a round: each of them up to twice."""
+    return {
+        **task_values("classification", folder),
+        **QUICK,
+        "privacy.noise-on": "activations",
+        "privacy.trusted-blocks": 1,
+        "privacy.clip-norm": 4.0,
+        "privacy.noise-multiplier": 4.0,
+        "privacy.delta": DELTA,
+        "world.trusted": 1,
+        "train.examples-per-round": 12,
+        "train.state-dir": str(folder / "state"),
+        "data.partition": "iid",
+        "num-server-rounds": 4,
+        **values,
+    }
+
+
+def test_a_run_with_noise_on_activations_counts_visits_and_ends_in_time(
+    run_app: RunApp, tmp_path: Path
+) -> None:
+    visits = Charge(examples=9, batch=9, noise_multiplier=4.0, steps=2)
+    budget = count_epsilon([visits] * 3, DELTA) * 1.01
+    values = noised(tmp_path, **{"privacy.max-epsilon": budget})
+    folder = run_app(values)
+    summary, events = json.loads((folder / "summary.json").read_text()), events_of(folder)
+    assert summary["status"] == "completed"
+    assert any("privacy.max-epsilon" in note for note in summary["notes"])
+    assert len(events) == 3
+    for done, event in enumerate(events, start=1):
+        assert event["loss"] > 0  # of noised states, so it tells no more
+        spent_s = [count_epsilon([visits] * done, DELTA)] * 2
+        assert list(event["epsilon"].values()) == pytest.approx(spent_s)
+    assert summary["epsilon"] == events[-1]["epsilon"]
+    learner, seed = make_learner(config := parse(values)), config.run.seed
+    before, after = (
+        learner.splitter.initial_weights(seed),
+        load_file(folder / "model" / "model.safetensors"),
+    )
+    kept = {key for key in after if torch.equal(before[key], after[key])}
+    assert kept == {key for key in after if "embeddings" in key or ".layer.0." in key}
+
+
+def test_a_server_that_has_clusters_test_with_noise_on_activations_is_refused(
+    run_app: RunApp,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(AppConfig, "_check_noise", lambda _: None)
+    with caplog.at_level(logging.INFO, logger="flwr"):
+        run_app(noised(tmp_path, **{"evaluation.federated": True, "num-server-rounds": 1}))
+    assert "aggregate_evaluate: Received 0 results and 2 failures" in caplog.text
+    assert "covers examples of training alone" in caplog.text

@@ -28,8 +28,15 @@ from flwr.clientapp.typing import ClientAppCallable
 from torch import Tensor
 
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
-from collapipe_flwr.cluster.loader import Batches, LoaderBatches, SampledBatches, join, stack
-from collapipe_flwr.cluster.privacy import draw_privacy
+from collapipe_flwr.cluster.loader import (
+    Batches,
+    CountedBatches,
+    LoaderBatches,
+    SampledBatches,
+    join,
+    stack,
+)
+from collapipe_flwr.cluster.privacy import check_private, draw_privacy
 from collapipe_flwr.cluster.profile import describe_cluster
 from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile
@@ -180,7 +187,7 @@ class Cluster:
                 spent = self._charge(asked, asked.site.state(message, context), batches)
             result, absent = asked.run(weights, batches, state)
             metrics = MetricRecord({records.EXAMPLES: batches.examples})
-            if privacy.active:  # losses of training get no noise
+            if privacy.on_gradients:  # losses of training get no noise
                 result = replace(result, losses=())
             else:
                 loss = sum(result.losses) / max(len(result.losses), 1)
@@ -199,13 +206,26 @@ class Cluster:
 
         Nothing is charged for an order that would be refused.
         """
-        if not isinstance(batches, SampledBatches):
-            raise ConfigError(
-                "privacy.clip-norm needs batches whose examples every step draws anew, which the "
-                "ServerApp of this project has clusters do: leave it out with a loader of your own"
-            )
-        draw_privacy(asked.splitter, asked.task.learning, asked.plan)
         noise = asked.task.learning.privacy
+        kind = CountedBatches if noise.on_activations else SampledBatches
+        if not isinstance(batches, kind):
+            raise ConfigError(
+                "privacy.clip-norm needs batches of which it is known how often they may hold an "
+                "example, as the ServerApp of this project has clusters make them: leave it out "
+                "with a loader of your own"
+            )
+        check_private(asked.splitter, asked.task.learning)
+        if isinstance(batches, CountedBatches):
+            # Not as for a draw: lengths and labels on links tell which examples a step has.
+            everyone = batches.population
+            due = Charge(
+                examples=everyone,
+                batch=everyone,
+                noise_multiplier=noise.noise_multiplier,
+                steps=batches.visits,
+            )
+            return charge(state, noise, due, due)
+        draw_privacy(asked.splitter, asked.task.learning, asked.plan)
         due, largest = (
             Charge(
                 examples=batches.population,
@@ -254,6 +274,11 @@ class Cluster:
         """
         with use_one_heap():
             asked, _, weights = self._begin(message, context)
+            if asked.task.learning.privacy.on_activations:
+                raise ConfigError(
+                    "privacy.noise-on=activations covers examples of training alone, and a test on "
+                    "the cluster would send others to its devices: set evaluation.federated=false"
+                )
             if not isinstance(batches, TestSet):
                 batches = LoaderTest(loader=batches, metrics=metrics)
             found = asked.test(weights, batches.steps(*asked.sizes), batches.wanted)

@@ -118,7 +118,7 @@ class Node:
         data, state = self._data(message), self.state(message)
         if self.config.data.stream:
             return _from_stream(self.config, data, state)
-        if self.config.noise.active:
+        if self.config.noise.on_gradients:
             return SampledExamples(
                 data=data,
                 round_index=state.server_round,

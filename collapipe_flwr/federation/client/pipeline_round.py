@@ -17,7 +17,7 @@ from collapipe_flwr.cluster.control_unit import ClusterResult, evaluate_batches,
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig
 from collapipe_flwr.cluster.loader import Batches
 from collapipe_flwr.cluster.order import EDGE, TrainingOrder
-from collapipe_flwr.cluster.privacy import draw_privacy
+from collapipe_flwr.cluster.privacy import draw_activation_noise, draw_privacy
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.measurements import ClusterMeasurement
@@ -92,6 +92,7 @@ class ClusterRound:
                 self._order(weights),
                 batches=batches.num_batches(self.sizes[0]),
                 privacy=draw_privacy(self.splitter, self.task.learning, self.plan),
+                activations=draw_activation_noise(self.splitter, self.task.learning),
             )
             if state is not None:
                 order = replace(order, slots=recall_optimizer(state), keep_optimizer=True)

@@ -338,6 +338,7 @@ def privacy_costs(
             "scheduler.micro-batch-sizes or scheduler.micro-batches"
         )
     noise, rounds = config.noise, config.run.num_server_rounds
+    batch = fewest if noise.on_activations else batch  # visits of all, instead of draws
     steps = -(-(config.train.examples_per_round or fewest) // batch)
     once = Charge(
         examples=fewest, batch=batch, noise_multiplier=noise.noise_multiplier, steps=steps

@@ -80,7 +80,7 @@ def make_planner(
             config.model.type,
             " or ".join(map(str, settings.micro_batch_sizes)),
         )
-    elif config.noise.active:
+    elif config.noise.on_gradients:
         log.warning(
             "micro-batches hold one example each, in steps of %s: privacy.clip-norm clips every "
             "example's gradient",

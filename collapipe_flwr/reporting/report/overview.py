@@ -57,8 +57,7 @@ def _outcome(run: RunData) -> Iterator[Tile]:
         note = f"untrained {format_number(metric.get('initial'), 3)}, on unseen examples"
         value = format_number(metric.get("final"), 3)
         yield Tile(title=str(metric["name"]), value=value, note=note)
-    spent = {n: last for n, c in run.clusters.items() if (last := c.epsilon.last) is not None}
-    if spent:
+    if spent := run.spent:
         most = max(spent, key=lambda name: spent[name])
         bound = run.config.get("privacy.max-epsilon")
         note = f"{most}, of {bound:g} allowed" if bound else most
