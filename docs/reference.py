@@ -38,6 +38,7 @@ TITLES = {
     "scheduler": "Scheduler",
     "world": "Simulated devices and radio",
     "links": "Links between stages",
+    "cache": "Results of frozen blocks",
     "edge": "Edge",
     "privacy": "Privacy",
     "trust": "Trust in devices",

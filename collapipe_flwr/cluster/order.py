@@ -18,6 +18,7 @@ from collapipe_flwr.pipeline.compute import CPU, hold
 from collapipe_flwr.pipeline.config import (
     LONGEST_WAIT_S,
     ActivationNoise,
+    CacheConfig,
     ExamplePrivacy,
     Execution,
     NoiseConfig,
@@ -51,6 +52,7 @@ class LearningSettings:
     privacy: NoiseConfig = field(default_factory=NoiseConfig)  # of examples, towards the server
     audit_share: float = 0.0  # of replay intervals, which the control unit computes again
     updates: str = "fp32"  # the codec in which a cluster replies how its model changed
+    cache: CacheConfig = field(default_factory=CacheConfig)  # of frozen lower blocks
 
     def kept_bytes(self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]) -> int:
         """Count the bytes of state of such parameters, besides themselves and their gradients.

@@ -31,6 +31,7 @@ from typing import TypeVar
 from collapipe_flwr.cluster.audit import audit, check_audited, check_room
 from collapipe_flwr.cluster.evaluation import EvalResult, PredictionConfig, generate_texts
 from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
+from collapipe_flwr.cluster.front_cache import CachedFront, build_front
 from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import CONTROL_UNIT, EDGE, Segments, TrainingOrder
 from collapipe_flwr.cluster.replay_buffer import Batch, ReplayBuffer
@@ -110,7 +111,7 @@ def run_interval(
     Raises LinkError when a device or the edge fails or stays silent; then nothing of the interval
     is left on any device.
     """
-    embedding, optimizer = order.placed(splitter.build_embedding(order.weights))
+    embedding, optimizer = order.placed(build_front(splitter, order))
     with fleet.chain(splitter, order) as chain:
         trim_heap(order.compute)  # what sending the segments took
         first = FirstStage(
@@ -130,7 +131,10 @@ def run_interval(
         keeps = keep_optimizer()
         slots = optimizer.collect_state() if keeps else {}
         own = PartState(weights=embedding.state_dict(), optimizer=slots).offload()
-        ahead, next_step = Segments(state=own, reports=(first.report(),)), first.next_step
+        report = first.report()
+        if isinstance(embedding, CachedFront):
+            report = replace(report, cache=embedding.use)
+        ahead, next_step = Segments(state=own, reports=(report,)), first.next_step
         del first, optimizer, embedding, slots  # freed before the segments arrive
         trim_heap(order.compute)
         held = ahead + chain.collect(keeps)
@@ -166,7 +170,7 @@ def evaluate_chain(
     wanted: PredictionConfig | None,
 ) -> EvalResult:
     """Loss and predictions of one chain without training; raises as ``run_interval``."""
-    embedding, optimizer = order.placed(splitter.build_embedding(order.weights))
+    embedding, optimizer = order.placed(build_front(splitter, order))
     taken, generates = tuple(batches), wanted is not None and wanted.generates(splitter.decodes)
     if generates:  # a text stays on the devices that keep its hidden states
         segments = tuple(replace(segment, replicas=()) for segment in order.plan.segments)

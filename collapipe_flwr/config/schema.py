@@ -39,7 +39,7 @@ from collapipe_flwr.core.keys import (
 from collapipe_flwr.core.links import CODECS, Heartbeat, TlsFiles
 from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.models.spec import LoraConfig, ModelConfig
-from collapipe_flwr.pipeline.config import Execution, NoiseConfig
+from collapipe_flwr.pipeline.config import CacheConfig, Execution, NoiseConfig
 from collapipe_flwr.pipeline.optimizer_settings import OptimizerConfig
 from collapipe_flwr.scheduler.protocol import NOISE_SCALE, SchedulerConfig
 
@@ -239,6 +239,7 @@ class AppConfig:
     scheduler: PlannerConfig = inline(PlannerConfig(), table="scheduler")
     world: WorldConfig = inline(WorldConfig(), table="world")
     links: LinksConfig = inline(LinksConfig(), table="links")
+    cache: CacheConfig = inline(CacheConfig(), table="cache")
     edge: EdgeConfig = inline(EdgeConfig(), table="edge")
     privacy: PrivacyConfig = inline(PrivacyConfig(), table="privacy")
     noise: NoiseConfig = inline(NoiseConfig(), table="privacy")
@@ -256,6 +257,11 @@ class AppConfig:
             raise ConfigError(
                 f"links.updates={self.links.updates} has no effect with runtime=whole, whose "
                 "clusters reply exactly: leave it out, or set runtime=pipeline"
+            )
+        if self.cache.active and self.run.runtime == "whole":
+            raise ConfigError(
+                f"cache.max-gb={self.cache.max_gb:g} has no effect with runtime=whole, whose "
+                "clusters train the unsplit model: leave it out, or set runtime=pipeline"
             )
         if self.trust.audit_share:
             self._check_audits()

@@ -48,6 +48,27 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheUse:
+    """Visits of examples whose hidden states were kept (``hits``), and of others.
+
+    Of the latter ``stored`` are kept now. Computing those of the hits had taken ``spared_s``.
+    """
+
+    hits: bounds.Count = 0
+    misses: bounds.Count = 0
+    stored: bounds.Count = 0
+    spared_s: bounds.Seconds = 0.0
+
+    def __add__(self, other: CacheUse) -> CacheUse:
+        return CacheUse(
+            hits=self.hits + other.hits,
+            misses=self.misses + other.misses,
+            stored=self.stored + other.stored,
+            spared_s=self.spared_s + other.spared_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageMeasurement:
     """One stage over all steps since it was opened, or over several intervals of a round.
 
@@ -60,7 +81,8 @@ class StageMeasurement:
     squares of their weights (labels), whose sums are `small_squares` and `big_squares`;
     `small_weight` and `big_weight` are the sums of the weights themselves. Only the first replica
     of a stage has small ones and norms. `peak_tensor_bytes` is by `MemoryMeter`. `spans` are
-    recorded on request; the sum of two reports keeps the first `MOST_SPANS`. `notes` and `rounding`
+    recorded on request; the sum of two reports keeps the first `MOST_SPANS`. `cache` is that of
+    the control unit's frozen blocks. `notes` and `rounding`
     are for audits (`pipeline.notes`), and leave the cluster in no report.
     """
 
@@ -89,6 +111,7 @@ class StageMeasurement:
         default_factory=dict
     )
     rounding: bounds.Sentence = ""
+    cache: CacheUse = field(default_factory=CacheUse)
 
     def __add__(self, later: StageMeasurement) -> StageMeasurement:
         """Join two intervals of the same stage."""

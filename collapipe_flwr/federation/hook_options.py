@@ -93,11 +93,17 @@ def learning_of(
     """Return the learning settings by round, with ``given`` as their optimizer if it is set."""
     if given is not None:
         given = optimizer_config(given, model.model if isinstance(model, SplitModel) else None)
-    return partial(_choose_settings, learning or LearningSettings(), given)
+    holds = model is not None and model.splitter.held_blocks > 0
+    return partial(_choose_settings, learning or LearningSettings(), given, holds)
 
 
 def _choose_settings(
-    learning: Learning, optimizer: OptimizerConfig | None, server_round: int
+    learning: Learning, optimizer: OptimizerConfig | None, holds: bool, server_round: int
 ) -> LearningSettings:
     settings = learning(server_round) if callable(learning) else learning
+    if settings.cache.active and not holds:
+        raise ConfigError(
+            "LearningSettings.cache has no effect on a model whose frozen blocks are on devices: "
+            "pass SplitModel(..., hold_frozen=True), or leave it out"
+        )
     return settings if optimizer is None else replace(settings, optimizer=optimizer)

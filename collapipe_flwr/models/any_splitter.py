@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from collapipe_flwr.core.domain import IGNORED_LABEL
 from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
+from collapipe_flwr.models.front import FrontPart
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Layout
 from collapipe_flwr.models.lora import key_of
 from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights, require_tensor
@@ -36,6 +37,7 @@ class AnySplitter(ABC):
 
     spec: ModelSpec | ModuleSpec
     num_blocks: int  # that devices may hold
+    held_blocks: int = 0  # frozen ones ahead of those, at the control unit
     shapes: Mapping[str, TensorShape]
     objective: Objective
     state_keys: tuple[str, ...]
@@ -53,16 +55,18 @@ class AnySplitter(ABC):
         return self._layout.select_travelling(self._layout.owners)
 
     def embedding_keys(self) -> tuple[str, ...]:
-        return self._layout.select_travelling(self._layout.keys_of(EMBEDDING))
+        """Return the keys of the control unit's part."""
+        held = range(self.held_blocks)
+        return self._layout.select_travelling(self._layout.keys_of(EMBEDDING, *held))
 
     def segment_keys(self, first_block: int, stop_block: int) -> tuple[str, ...]:
         """Return the keys that a device with these blocks owns."""
-        self._check_range(first_block, stop_block)
-        return self._layout.select_travelling(self._layout.keys_of(*range(first_block, stop_block)))
+        own = self._find_range(first_block, stop_block)
+        return self._layout.select_travelling(self._layout.keys_of(*own))
 
     def held_keys(self, block: int) -> tuple[str, ...]:
         """Return all keys that a device holds for this block, frozen weights included."""
-        return self._layout.keys_of(block)
+        return self._layout.keys_of(self.held_blocks + block)
 
     def keys_ahead(self, block: int) -> tuple[str, ...]:
         """Return all keys of the embedding and the first ``block`` blocks."""
@@ -172,7 +176,8 @@ class AnySplitter(ABC):
 
     def resident_keys_of_segment(self, first_block: int, stop_block: int) -> frozenset[str]:
         """Return the keys that a device with these blocks reads from its own checkpoint."""
-        holdings = self._layout.holdings_of(*range(first_block, stop_block), runs_blocks=True)
+        own = self._find_range(first_block, stop_block)
+        holdings = self._layout.holdings_of(*own, runs_blocks=True)
         return self._layout.resident.intersection(holdings.all)
 
     def read_resident(self, keys: Iterable[str]) -> dict[str, Tensor]:
@@ -183,13 +188,18 @@ class AnySplitter(ABC):
 
     @abstractmethod
     def build_embedding(self, weights: Weights) -> Borrower:
+        """Build what comes ahead of all blocks."""
+
+    def build_front(self, weights: Weights) -> Borrower | FrontPart:
         """Build the control unit's part; ``weights`` must hold ``embedding_keys``."""
+        return self.build_embedding(weights)
 
     def embed(
-        self, embedding: Borrower, weights: Weights, batch: Batch
+        self, embedding: Borrower | FrontPart, weights: Weights, batch: Batch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute a batch's hidden states and context, with all rows of the borrowed tables."""
         for key in self.ties:
+            assert isinstance(embedding, Borrower)
             embedding.load_rows(key, torch.arange(len(weights[key])), weights[key])
         hidden: Tensor = embedding(batch)
         return hidden, {**self.context(batch), **embedding.block_context()}
@@ -206,12 +216,14 @@ class AnySplitter(ABC):
     def build_whole(self, weights: Weights, *, trains: bool = False) -> Any:
         """Build the unsplit model with these weights, in evaluation mode."""
 
-    def _check_range(self, first_block: int, stop_block: int) -> None:
+    def _find_range(self, first_block: int, stop_block: int) -> range:
+        """Return the numbers in the whole model of these blocks of devices; raises ModelError."""
         if not 0 <= first_block < stop_block <= self.num_blocks:
             raise ModelError(
                 f"blocks {first_block}..{stop_block - 1} do not exist; "
                 f"devices may hold blocks 0..{self.num_blocks - 1}"
             )
+        return range(self.held_blocks + first_block, self.held_blocks + stop_block)
 
 
 def shapes_of(state: Weights, layout: Layout) -> dict[str, TensorShape]:

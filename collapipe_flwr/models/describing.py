@@ -76,6 +76,7 @@ def make_spec(
     num_labels: int | None = None,
     id2label: Mapping[int, str] | None = None,
     edge_blocks: int = 0,
+    frozen_blocks: int = 0,
     ties: str = "untie",
     shared: str = "freeze",
     lora: LoraConfig | None = None,
@@ -85,7 +86,8 @@ def make_spec(
     ``overrides`` are configuration keys (``hidden_size``, ``encoder_layers``, ...); vocabulary
     and token ids come from the tokenizer, None leaves the configuration's own. ``lora`` without
     target modules gets peft's own choice for the architecture, without ``modules_to_save`` a
-    labelled task's head; rank 0 means no adapters. Raises ModelError for an unknown type, task,
+    labelled task's head; rank 0 means no adapters. ``frozen_blocks`` and the embedding below them
+    neither train nor have adapters. Raises ModelError for an unknown type, task,
     key or value, and for a model that cannot be split.
     """
     labelled = find_task(task).labelled
@@ -120,7 +122,46 @@ def make_spec(
         rehearse(splitter)
     if pretrained is not None and splitter.decodes:
         spec = replace(spec, untied=splitter.find_untied_keys())
+    if frozen_blocks:
+        spec = replace(spec, frozen=_list_frozen(splitter, frozen_blocks))
     return _adapt(spec, lora) if lora and lora.rank else spec
+
+
+def _list_frozen(splitter: Splitter, blocks: int) -> tuple[str, ...]:
+    """List the keys of the embedding and the first blocks; raises ModelError."""
+    if blocks > splitter.num_blocks:
+        raise ModelError(
+            f"frozen_blocks must be at most the {splitter.num_blocks} blocks of the devices, got "
+            f"{blocks}"
+        )
+    if splitter.ties:
+        raise ModelError(
+            f"frozen_blocks freezes the embedding, but {min(splitter.ties)!r} is also the output "
+            "table: set ties to 'untie'"
+        )
+    return splitter.front_keys(blocks)
+
+
+def keep_frozen(spec: ModelSpec, *, without_dropout: bool = False) -> ModelSpec:
+    """Keep embedding and frozen lower blocks at the control unit, where they are never trained.
+
+    One block is left for devices at least. Raises ModelError where nothing below is frozen, and,
+    unless that is to be computed ``without_dropout``, where it drops anything in training.
+    """
+    plain = Splitter(spec)
+    blocks = min(plain.count_frozen(), plain.num_blocks - 1)
+    if blocks < 1:
+        raise ModelError(
+            "nothing can be kept of the lower blocks, since the embedding or the first of them is "
+            "trained: freeze both, as by model.frozen-blocks"
+        )
+    if not without_dropout and (name := plain.find_dropout(blocks)) is not None:
+        raise ModelError(
+            f"the frozen blocks draw dropout ({name}), so their results differ from visit to "
+            "visit: set its share to 0 in the model's configuration, or cache.dropout=off in a "
+            "run-config, which computes them without"
+        )
+    return replace(spec, held_blocks=blocks)
 
 
 def describe_live(model: PreTrainedModel, *, ties: str, **choices: Any) -> ModelSpec:

@@ -398,7 +398,13 @@ def count_device_blocks(total_blocks: int, spec: ModelSpec, family: Family) -> i
         raise ModelError(
             f"edge_blocks must be below the model's {total_blocks} blocks, got {spec.edge_blocks}"
         )
-    return total_blocks - spec.edge_blocks
+    left = total_blocks - spec.edge_blocks - spec.held_blocks
+    if left < 1:
+        raise ModelError(
+            f"of the model's {total_blocks} blocks, {spec.held_blocks} stay at the control unit "
+            f"and {spec.edge_blocks} at the edge, so none is left for devices: leave one"
+        )
+    return left
 
 
 def missing_token(config: Any, key: str) -> ModelError:

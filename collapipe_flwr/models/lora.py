@@ -67,8 +67,8 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool = Tru
     """Wrap the targeted layers of a model in place; returns peft's own configuration.
 
     In a skeleton the adapters are ``on_meta`` too, elsewhere peft draws them. All parameters but
-    adapters and modules to save are frozen. Raises ModelError if no layer is targeted, ConfigError
-    if peft is not installed.
+    adapters and modules to save are frozen, and modules of ``spec.frozen`` get no adapter. Raises
+    ModelError if no layer is targeted, ConfigError if peft is not installed.
     """
     peft = _peft()
     if spec.lora is None:
@@ -85,6 +85,7 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, on_meta: bool = Tru
         lora_dropout=settings.dropout,
         target_modules=ALL_LINEAR if named == (ALL_LINEAR,) else list(named),
         modules_to_save=list(settings.modules_to_save) or None,
+        exclude_modules=sorted({key.rpartition(".")[0] for key in spec.frozen}) or None,
         task_type=_TASK_TYPES.get(task),
         inference_mode=False,
     )

@@ -112,8 +112,7 @@ class ModuleSplitter(AnySplitter):
         return ModuleEmbedding(self._skeleton(), self.spec, holdings, weights)
 
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> ModuleSegment:
-        self._check_range(first_block, stop_block)
-        holdings = self._layout.holdings_of(*range(first_block, stop_block))
+        holdings = self._layout.holdings_of(*self._find_range(first_block, stop_block))
         blocks = slice(first_block, stop_block)
         return ModuleSegment(self._skeleton(), self.spec, holdings, weights, blocks)
 

@@ -34,6 +34,7 @@ from collapipe_flwr.models.discovery import (
     use_fake_tensors,
 )
 from collapipe_flwr.models.foreign_errors import UNFIT, first_lines
+from collapipe_flwr.models.front import FrontPart
 from collapipe_flwr.models.part import Part
 from collapipe_flwr.models.spec import BatchShape, ModuleSpec
 from collapipe_flwr.models.splitter import Splitter
@@ -87,7 +88,7 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
         key: torch.zeros(size, dtype=dtype) for key, (size, dtype) in splitter.shapes.items()
     }
     batch, examples = splitter.example(shape)
-    embedding = splitter.build_embedding(weights)
+    embedding = splitter.build_front(weights)
     hidden_BTD, context = splitter.embed(embedding, weights, batch)
     edge = splitter.build_edge(weights)
     measure = partial(_measure_cost, optimizer_bytes=optimizer_bytes, examples=examples)
@@ -135,7 +136,7 @@ def _choose_numbers(outputs: Any) -> Tensor:
 
 
 def _measure_cost(
-    part: Part,
+    part: Part | FrontPart,
     run: Callable[[], Tensor],
     *,
     optimizer_bytes: StateBytes,

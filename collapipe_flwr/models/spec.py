@@ -50,6 +50,7 @@ class ModelConfig:
     pretrained: str = key("")
     overrides: str = key(_DEMO, assignments())  # fields of its config; "" keeps them all
     edge_blocks: int = key(0, at_least(0))  # upper blocks that stay at the edge; no decoders
+    frozen_blocks: int = key(0, at_least(0))  # lower blocks, not trained; nor is the embedding
     ties: str = key("untie", one_of(*TIE_POLICIES))  # rows: one table, lent row by row
     shared: str = key("freeze", one_of(*SHARED_POLICIES))  # parameters that every block reads
 
@@ -169,7 +170,8 @@ class ModelSpec(_Description):
     ``shared`` concerns parameters that every block reads (T5's relative bias, DeBERTa's relative
     embeddings): ``freeze`` never trains them, with ``sum`` the caller adds up the gradients of
     their replicas before each optimizer step. ``untied`` names keys that the architecture ties but
-    the checkpoint does not (the output table of T5 1.1).
+    the checkpoint does not (the output table of T5 1.1). The first ``held_blocks`` blocks, which
+    like the embedding must be frozen, stay with it at the control unit.
 
     ``model_class`` is the import path of a transformers class or own head; empty: that of the
     task.
@@ -185,6 +187,7 @@ class ModelSpec(_Description):
     ties: str = "untie"
     shared: str = "freeze"
     untied: tuple[str, ...] = ()
+    held_blocks: int = 0
     lora: LoraConfig | None = None
     absent: tuple[str, ...] = ()
     adapter_json: str = ""
@@ -200,8 +203,9 @@ class ModelSpec(_Description):
                 raise ModelError(
                     f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
                 )
-        if self.edge_blocks < 0:
-            raise ModelError(f"edge_blocks must be 0 or more, got {self.edge_blocks}")
+        for name in ("edge_blocks", "held_blocks"):
+            if getattr(self, name) < 0:
+                raise ModelError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.lora is not None and self.lora.rank < 1:
             raise ModelError(f"the lora settings of a model need a rank >= 1, got {self.lora.rank}")
         try:

@@ -18,7 +18,12 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import path_of
 from collapipe_flwr.models.any_splitter import AnySplitter, DescribedModel
 from collapipe_flwr.models.decomposition import CLOSE, find_means, make_up_batch
-from collapipe_flwr.models.describing import describe_live, describe_module, take_first_examples
+from collapipe_flwr.models.describing import (
+    describe_live,
+    describe_module,
+    keep_frozen,
+    take_first_examples,
+)
 from collapipe_flwr.models.foreign_errors import translate_errors
 from collapipe_flwr.models.live_models import (
     describe_adapters,
@@ -56,7 +61,9 @@ class SplitModel(DescribedModel):
     "examples", "labels", "shifted-labels" (for a loss that shifts them by one), or the sum of a
     tensor of the batch. If it does not (`decomposition`), or with ``whole_batches``, a batch is one
     micro-batch. ``inputs`` are the tensors of a batch that forward reads. ``personal`` parameters
-    (modules or tensors) are never averaged.
+    (modules or tensors) are never averaged. With ``hold_frozen``, the embedding and the frozen
+    blocks behind it stay at the control unit (models of transformers), which may keep their results
+    (`LearningSettings.cache`).
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class SplitModel(DescribedModel):
         ties: str = "rows",
         shared: str = "sum",
         edge_blocks: int = 0,
+        hold_frozen: bool = False,
         personal: Sequence[str] = (),
     ) -> None:
         if isinstance(model, nn.Module):
@@ -98,6 +106,8 @@ class SplitModel(DescribedModel):
             spec = describe_live(inner, ties=ties, shared=shared, **adapters, **common)
             if adapters:
                 spec = prove_base(spec, self.model)
+            if hold_frozen:
+                spec = keep_frozen(spec)
         else:
             spec = describe_module(
                 self.model,
@@ -301,7 +311,7 @@ def _check_exact(model: nn.Module, splitter: AnySplitter, batch: Mapping[str, Te
         expected = numbers_of(splitter.run_whole(model, batch))
     apart = f"{type(model).__name__} {_NOT_APART}"
     with translate_errors(apart, (Exception,)), torch.no_grad():  # whatever the user's code does
-        embedding = splitter.build_embedding(weights).train(False)
+        embedding = splitter.build_front(weights).train(False)
         segment = splitter.build_segment(0, splitter.num_blocks, weights).train(False)
         hidden, context = splitter.embed(embedding, weights, batch)
         edge = splitter.build_edge(weights).train(False)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
+from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.any_splitter import AnySplitter, shapes_of
 from collapipe_flwr.models.checkpoint import (
     CheckpointSource,
@@ -27,6 +28,7 @@ from collapipe_flwr.models.families import (
     find_stack_path,
     refuse_inexact,
 )
+from collapipe_flwr.models.front import FrontPart
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, make_layout
 from collapipe_flwr.models.lora import (
     PEFT_PREFIX,
@@ -85,8 +87,11 @@ class Splitter(AnySplitter):
         self._skeleton = skeleton = build_skeleton(spec)
         refuse_inexact(skeleton.config, self._family, spec.task)
         total_blocks = len(find_blocks(skeleton, self._family))
+        self.held_blocks = spec.held_blocks
         self.num_blocks = count_device_blocks(total_blocks, spec, self._family)
         self._layout = make_layout(skeleton, self._family, spec)
+        if self.held_blocks:
+            self._refuse_trained()
         self.config = skeleton.config
         self.has_record = self._family.inputs is not None  # its type is known, not found by a trace
         self.most_tokens = find_most_positions(self.config)  # of a sequence; None: no limit
@@ -152,6 +157,43 @@ class Splitter(AnySplitter):
             return inputs, 1
         length = shape.target_length if self.decodes else shape.source_length
         return {**inputs, "labels": torch.ones(1, length, dtype=torch.long)}, 1
+
+    def front_keys(self, blocks: int) -> tuple[str, ...]:
+        """Return all keys of the embedding and the first ``blocks`` blocks."""
+        return self._layout.keys_of(EMBEDDING, *range(blocks))
+
+    def count_frozen(self) -> int:
+        """Count the blocks that, like the embedding, nothing trains, up to the first that does."""
+        most = self.held_blocks + self.num_blocks
+        trained = set(self._layout.owners).difference(self.constant_keys)
+        first = (n for n in range(most + 1) if not trained.isdisjoint(self.front_keys(n)))
+        return 0 if self.ties else max(next(first, most + 1) - 1, 0)
+
+    def find_dropout(self, blocks: int) -> str | None:
+        """Find a module of the embedding or the first ``blocks`` blocks that drops in training."""
+        stack = self._skeleton.get_submodule(find_stack_path(self._skeleton, self._family))
+        names = [f"{self._family.blocks}.{i}" for i in range(self.held_blocks + self.num_blocks)]
+        behind = [*names[blocks:], *self._family.after]
+        return next(
+            (
+                path or type(module).__name__
+                for path, module in stack.named_modules()
+                if not is_within(path, behind) and _drops_itself(module)
+            ),
+            None,
+        )
+
+    def _refuse_trained(self) -> None:
+        """Raise ModelError where something trains ahead of the devices' blocks."""
+        held = f"the control unit cannot keep {self.held_blocks} blocks: "
+        if self.ties:
+            raise ModelError(
+                f"{held}the edge lends it rows of {min(self.ties)!r}: set ties to 'untie'"
+            )
+        front = self.front_keys(self.held_blocks)
+        trained = next((key for key in front if key not in self.constant_keys), None)
+        if trained is not None:
+            raise ModelError(f"{held}{trained!r} is trained: freeze it")
 
     # Weights
 
@@ -219,16 +261,23 @@ class Splitter(AnySplitter):
             self._build_stack(0, 0), holdings, self._complete(weights), self._unread
         )
 
+    def build_front(self, weights: Weights) -> EmbeddingPart | FrontPart:
+        embedding, held = self.build_embedding(weights), range(self.held_blocks)
+        return FrontPart(embedding, self._build_blocks(held, weights)) if held else embedding
+
     def build_segment(self, first_block: int, stop_block: int, weights: Weights) -> SegmentPart:
-        self._check_range(first_block, stop_block)
-        holdings = self._layout.holdings_of(*range(first_block, stop_block), runs_blocks=True)
+        return self._build_blocks(self._find_range(first_block, stop_block), weights)
+
+    def _build_blocks(self, own: range, weights: Weights) -> SegmentPart:
+        holdings = self._layout.holdings_of(*own, runs_blocks=True)
         return SegmentPart(
-            self._build_stack(first_block, stop_block), holdings, self._complete(weights)
+            self._build_stack(own.start, own.stop), holdings, self._complete(weights)
         )
 
     def build_edge(self, weights: Weights) -> EdgePart:
         holdings = self._layout.holdings_of(EDGE, runs_blocks=self.spec.edge_blocks > 0)
-        stack = self._build_stack(self.num_blocks, self.num_blocks + self.spec.edge_blocks)
+        first = self.held_blocks + self.num_blocks
+        stack = self._build_stack(first, first + self.spec.edge_blocks)
         return EdgePart(
             stack,
             holdings,
@@ -312,6 +361,14 @@ def _drops(skeleton: PreTrainedModel, spec: ModelSpec) -> bool:
     if spec.model_class or spec.adapted:
         shares += [m.p for m in skeleton.modules() if isinstance(m, nn.Dropout)]
     return any(share > 0 for share in shares)
+
+
+def _drops_itself(module: nn.Module) -> bool:
+    """Return whether a module, or a function that it calls, draws what it drops in training."""
+    if isinstance(module, nn.Dropout):
+        return module.p > 0
+    own = vars(module).items()
+    return any("drop" in name and isinstance(p, float) and p > 0 for name, p in own)
 
 
 def _find_dropout(settings: Mapping[str, Any]) -> Iterator[float]:

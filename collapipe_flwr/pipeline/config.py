@@ -14,7 +14,7 @@ from typing import Annotated
 from collapipe_flwr.core import bounds
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import at_least, between, check_keys, key, one_of
-from collapipe_flwr.core.links import Heartbeat, LinkConfig
+from collapipe_flwr.core.links import CODECS, Heartbeat, LinkConfig
 from collapipe_flwr.core.schedule import ALONE, ReplicaIndex
 from collapipe_flwr.pipeline.optimizer_settings import OptimizerConfig
 
@@ -56,6 +56,28 @@ class Execution:
     def without_recompute(self) -> Execution:
         """These options for the first and the last stage, which keep their activations."""
         return replace(self, recompute=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """What control units keep of frozen lower blocks (`cluster.front_cache`): up to ``max_gb``.
+
+    With 0 devices hold these blocks and compute them at every visit. Kept are hidden states in a
+    ``codec``. Frozen blocks that drop in training are refused, or computed without dropout if that
+    is ``off``.
+    """
+
+    max_gb: float = key(0.0, at_least(0))
+    codec: str = key("fp32", one_of(*CODECS))
+    dropout: str = key("refuse", one_of("refuse", "off"))
+
+    def __post_init__(self) -> None:
+        check_keys(self, "cache.")
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is kept."""
+        return self.max_gb > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from collapipe_flwr.data.seq2seq import Seq2Seq
 from collapipe_flwr.data.tasks import Task, load_task
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.checkpoint import read_pretrained_config
-from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.describing import keep_frozen, make_spec
 from collapipe_flwr.models.spec import BatchShape, ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.compute import CPU, hold
@@ -139,7 +139,7 @@ def _spec(config: AppConfig, task: Task) -> ModelSpec:
     tokens = _token_settings(config, task)
     keys = "model.pretrained" if pretrained else "model.type, model.overrides"
     with prefix_errors(f"{keys}, model.edge-blocks" if config.model.edge_blocks else keys):
-        return make_spec(
+        spec = make_spec(
             task.model_task,
             model_type=None if pretrained else config.model.type,
             pretrained=pretrained or None,
@@ -147,11 +147,16 @@ def _spec(config: AppConfig, task: Task) -> ModelSpec:
             num_labels=len(labels) or None,
             id2label=labels or None,
             edge_blocks=config.model.edge_blocks,
+            frozen_blocks=config.model.frozen_blocks,
             ties=config.model.ties,
             shared=config.model.shared,
             lora=config.lora,
             **tokens,
         )
+    if not config.cache.active:
+        return spec
+    with prefix_errors("cache.max-gb"):
+        return keep_frozen(spec, without_dropout=config.cache.dropout == "off")
 
 
 def _token_settings(config: AppConfig, task: Task) -> dict[str, Any]:

@@ -53,6 +53,7 @@ def learning_settings(config: AppConfig, run_id: str, server_round: int) -> Lear
         privacy=config.noise,
         audit_share=config.trust.audit_share,
         updates=config.links.updates,
+        cache=config.cache,
     )
 
 
