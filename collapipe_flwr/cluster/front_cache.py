@@ -40,8 +40,8 @@ from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.compute import CPU, bring, bring_home, compute_in, hold
 from collapipe_flwr.pipeline.config import CacheConfig
-from collapipe_flwr.pipeline.offload import raw_bytes
-from collapipe_flwr.pipeline.state import digest_of
+from collapipe_flwr.pipeline.offload import view_bytes
+from collapipe_flwr.pipeline.state import compute_digest
 from collapipe_flwr.transport.codec import WIRE_CODECS
 
 log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class CachedFront(nn.Module):
         digest = blake2b(json.dumps(facts).encode(), digest_size=_DIGEST_BYTES)
         for key in splitter.front_keys(splitter.held_blocks):
             own = splitter.read_resident((key,)) if key in resident else self._weights
-            digest.update(f"{key} {digest_of(own[key])} ".encode())
+            digest.update(f"{key} {compute_digest(own[key])} ".encode())
         return digest.hexdigest()
 
     def _find_examples(self, inputs: Mapping[str, Tensor]) -> tuple[int, list[_Example]]:
@@ -181,7 +181,7 @@ def _name(read: Sequence[tuple[str, Tensor]], row: int, length: int | None, widt
         if length is not None and own.dim() and len(own) == width:
             own = own[:length]
         digest.update(f"{key} {own.dtype} {tuple(own.shape)} ".encode())
-        digest.update(raw_bytes(own))
+        digest.update(view_bytes(own))
     return _Example(digest.hexdigest(), length)
 
 
