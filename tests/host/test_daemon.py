@@ -96,7 +96,7 @@ def test_a_device_that_is_removed_while_it_starts_stops(
     stop = threading.Event()
 
     @contextmanager
-    def serving_metrics(*_: object) -> Iterator[None]:
+    def serve_metrics(*_: object) -> Iterator[None]:
         rosters.on_removed("pi-1 was removed from shed")  # the listener serves already
         yield
 
@@ -106,7 +106,7 @@ def test_a_device_that_is_removed_while_it_starts_stops(
     there = "collapipe_flwr.host.daemon"
     monkeypatch.setattr(f"{there}.configure_malloc", lambda: None)
     monkeypatch.setattr(f"{there}.stop_on_signals", lambda: nullcontext(stop))
-    monkeypatch.setattr(f"{there}.serving_metrics", serving_metrics)
+    monkeypatch.setattr(f"{there}.serve_metrics", serve_metrics)
     # It would end the process of the tests.
     monkeypatch.setattr(f"{there}.faulthandler.dump_traceback_later", lambda *_, **__: None)
     settings = HostSettings(listen="127.0.0.1:0", name="pi-1", tls=tls, rosters=rosters)

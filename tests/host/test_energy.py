@@ -85,7 +85,7 @@ class Played:
             raise self._watt
         return (self._watt,)
 
-    def joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
+    def measure_joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
         return (before[0] + after[0]) / 2 * elapsed_s
 
     def meter(self) -> EnergyMeter:
@@ -243,7 +243,7 @@ class Counter:
             self.seen.set()
         return (20.0 * self.looks % 64,)
 
-    def joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
+    def measure_joules(self, before: Reading, after: Reading, elapsed_s: float) -> float:
         del elapsed_s
         return (after[0] - before[0]) % 64
 

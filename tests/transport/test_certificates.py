@@ -82,13 +82,15 @@ def test_names_that_clients_or_files_cannot_tell_apart_are_refused(tmp_path: Pat
 
 @pytest.mark.parametrize("host", ["edge", "EDGE", "edge."])
 def test_no_certificate_passes_as_another_member_by_its_host(tmp_path: Path, host: str):
-    with pytest.raises(ConfigError, match=f"pi-1 is reached at '{host}', and another member"):
+    with pytest.raises(
+        ConfigError, match=f"pi-1 is reached at '{host}', which is the name of another member"
+    ):
         sign_all(tmp_path / "both", {"pi-1": [host], "edge": []})
     sign_all(tmp_path / "later", {"pi-1": [host]})
     with pytest.raises(ConfigError, match=rf"pi-1.pem, .* host '{host}': .* --new-ca"):
         sign_all(tmp_path / "later", {"edge": []})
     sign_all(tmp_path / "earlier", {"edge": ["10.0.0.2", "edge"]})
-    with pytest.raises(ConfigError, match=r"pi-1 is reached at .*, and another member"):
+    with pytest.raises(ConfigError, match=r"pi-1 is reached at .*, which is the name of another"):
         sign_all(tmp_path / "earlier", {"pi-1": [host]})
     made = sign_all(tmp_path / "later", {"pi-1": ["10.0.0.11"], "edge": []}, renew=True)
     assert set(made) == {"pi-1", "edge"}
