@@ -23,7 +23,7 @@ from benchmarks.memory.footprint import (
     SMOLLM2,
     ModelSize,
 )
-from collapipe_flwr.cluster.boards import LEAST_KINDS, Cut, cuts
+from collapipe_flwr.cluster.boards import LEAST_KINDS, Cut, make_cuts
 from collapipe_flwr.cluster.forecast import ModelChoice
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.models.spec import FROZEN_DTYPES, BatchShape
@@ -48,7 +48,7 @@ def foreseen(size: ModelSize) -> Iterator[Cut]:
         shape=BatchShape(source_length=LENGTH),
         lora_rank=RANK,
     )
-    yield from cuts(request, FROZEN_DTYPES, [LENGTH], [SIZE], COUNT, PricingOptions())
+    yield from make_cuts(request, FROZEN_DTYPES, [LENGTH], [SIZE], COUNT, PricingOptions())
 
 
 def prediction_table(sizes: Iterable[ModelSize] = SIZES) -> str:
@@ -60,10 +60,10 @@ def prediction_table(sizes: Iterable[ModelSize] = SIZES) -> str:
     ]
     for size in sizes:
         for cut in foreseen(size):
-            control_unit, head = cut.ends(ROOMY, ROOMY)
+            control_unit, head = cut.load_ends(ROOMY, ROOMY)
             device = max(load.bytes for load in cut.spread([ROOMY] * DEVICES))
             figures = [f"{each / _GIB:.2f}" for each in (control_unit.bytes, device, head.bytes)]
-            figures += [str(cut.least_number(kind) or "none") for kind in LEAST_KINDS]
+            figures += [str(cut.find_least_number(kind) or "none") for kind in LEAST_KINDS]
             lines.append(f"| {size.name} | {cut.setting.frozen_dtype} | {' | '.join(figures)} |")
     return "\n".join(lines)
 

@@ -138,7 +138,7 @@ def _find_clusters(
     members = ClusterGrid(grid, names, clock, patience_s=config.run.node_timeout_s)
     if config.run.runtime != "pipeline":
         return members, None
-    kept_bytes = learning_settings(config, "", 1).kept_bytes
+    kept_bytes = learning_settings(config, "", 1).count_kept_bytes
     model = profile_model(learner.splitter, learner.shape, kept_bytes)
     whole = learner.splitter.whole_batches
     planner = make_planner(

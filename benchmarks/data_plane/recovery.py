@@ -23,7 +23,7 @@ from benchmarks import child_environment
 from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
 from collapipe_flwr.cluster.hosted import HostedEdge
 from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
-from collapipe_flwr.cluster.profile import profile_of
+from collapipe_flwr.cluster.profile import profile_cluster
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
@@ -203,7 +203,7 @@ def run_job(
 ) -> tuple[ClusterResult, dict[str, Tensor]]:
     """One round on the daemons; the result, and its weights."""
     recovery = Recovery(
-        profile=profile_of(cluster, 8 * job.steps),
+        profile=profile_cluster(cluster, 8 * job.steps),
         model=lambda: profile_model(
             job.splitter, BatchShape(source_length=_LENGTH, target_length=1)
         ),

@@ -317,15 +317,15 @@ def _orders(size: ModelSize, spec: ModelSpec) -> Iterator[tuple[RoleOrder, int, 
     dtype = spec.lora.frozen_dtype if spec.lora else ""
     setting = BoardSetting(frozen_dtype=dtype, length=size.tokens, size=size.examples, count=1)
     cut = Cut(profile, setting, PricingOptions())
-    control_unit, head = cut.ends("8gb", "8gb")
-    (both,) = cut.ends("8gb", None)
+    control_unit, head = cut.load_ends("8gb", "8gb")
+    (both,) = cut.load_ends("8gb", None)
     yield unit, max(ends[0], message), control_unit.bytes
     yield replace(unit, role="control-unit-and-edge"), max(sum(ends), message), both.bytes
     each = splitter.num_blocks // size.devices
     for first in range(0, splitter.num_blocks, each):
         stop = first + each
         device = replace(order, role="device", first_block=first, stop_block=stop)
-        yield device, sum(blocks[first:stop]), cut.segment("8gb", first, stop, 1.0).bytes
+        yield device, sum(blocks[first:stop]), cut.load_segment("8gb", first, stop, 1.0).bytes
     yield replace(order, role="edge"), ends[1], head.bytes
 
 

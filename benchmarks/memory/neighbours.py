@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collapipe_flwr.cluster.hosted import HostedEdge, RemoteStage, edge_request
+from collapipe_flwr.cluster.hosted import HostedEdge, RemoteStage, make_edge_request
 from collapipe_flwr.cluster.order import TrainingOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
@@ -113,11 +113,11 @@ class NearEdge(HostedEdge):
     """An edge that `NearClient` stands in for."""
 
     @contextmanager
-    def session(  # type: ignore[override]
+    def make_session(  # type: ignore[override]
         self, splitter: Splitter, order: TrainingOrder
     ) -> Iterator[tuple[RemoteStage, NextHop]]:
-        """See `HostedEdge.session`."""
-        request = edge_request(splitter, order)
+        """See `HostedEdge.make_session`."""
+        request = make_edge_request(splitter, order)
         hosted = RemoteStage(NearClient(splitter), request)  # type: ignore[arg-type]
         yield hosted, NextHop(address=self.address, key=request.key)
 
@@ -128,7 +128,7 @@ class OwnEdge(HostedEdge):
 
     feed: Callable[[Link], None]
 
-    def targets_of(self, hosted: RemoteStage) -> None:
+    def hold_targets(self, hosted: RemoteStage) -> None:
         """Run the session, which is open and filled; its targets come in frames."""
         with hosted.session.connect(LinkConfig()) as link:
             self.feed(link)
@@ -159,7 +159,7 @@ class NearFleet(RemoteFleet):
         )
 
     @contextmanager
-    def _client(self, hop: NextHop) -> Iterator[Any]:  # type: ignore[override]
+    def _make_client(self, hop: NextHop) -> Iterator[Any]:  # type: ignore[override]
         assert hop.name.startswith(_ID)
         yield NearClient(self.splitter)
 

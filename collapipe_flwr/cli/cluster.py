@@ -118,7 +118,7 @@ def init(
         config = registry.create(name, unit, edge_address or f"{host}:{PORTS[Role.EDGE]}", others)
     from collapipe_flwr.membership.figures import note_figures, read_figures
 
-    known = read_figures(config).of(config.control_unit.name)
+    known = read_figures(config).find(config.control_unit.name)
     if measure and not config.joining and known.speed_flop_per_s is None:
         typer.echo("measuring this machine", err=True)
         figures = measure_machine(config.control_unit.name)
@@ -273,20 +273,20 @@ def check(
     typer.echo(f"measuring cluster {config.id}", err=True)  # libraries take seconds to load
     from collapipe_flwr.cluster.check import (
         CheckSettings,
+        add_earlier,
         check_cluster,
-        measured_ways,
-        with_earlier,
+        choose_ways,
     )
     from collapipe_flwr.membership.figures import read_figures
     from collapipe_flwr.reporting.tables import show_measurements
 
     settings = CheckSettings(block=block, deadline_s=deadline_s, most_links=most_links)
     members = len(config.devices) + 1 + sum(bool(edge.address) for edge in config.edge_machines)
-    with progress(members + len(measured_ways(config, settings))) as on_done:
+    with progress(members + len(choose_ways(config, settings))) as on_done:
         found = check_cluster(config, settings, on_done)
     show_measurements(found, terminal())
     if found.busy and json_file is not None:
-        found = with_earlier(found, read_figures(config))
+        found = add_earlier(found, read_figures(config))
     write_json(json_file, to_plain(found))
     raise typer.Exit(1 if found.faults else 0)
 

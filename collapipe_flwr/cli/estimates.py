@@ -145,7 +145,7 @@ def profile(
 
         seen = survey(request, names, dtypes, lengths, sizes, min(numbers), settings)
         show_boards(seen, terminal())
-        write_json(json_file, seen.as_json())
+        write_json(json_file, seen.to_dict())
         raise typer.Exit(0 if seen.fitting else 1)
     found = forecast(
         build_model(request),
@@ -163,15 +163,15 @@ def profile(
 def _read_cluster(
     file: Path | None, devices: str, control_unit: str, examples: int
 ) -> ClusterProfile | None:
-    from collapipe_flwr.cluster.profile import cluster_of_presets, profile_of
+    from collapipe_flwr.cluster.profile import build_cluster, profile_cluster
     from collapipe_flwr.config.cluster_file import read_cluster
 
     if file is not None and devices:
         raise ConfigError("give --cluster or --devices, not both")
     if file is not None:
-        return profile_of(read_cluster(file), examples)
+        return profile_cluster(read_cluster(file), examples)
     kinds = [kind.strip() for kind in devices.split(",") if kind.strip()]
-    return cluster_of_presets(kinds, control_unit, examples) if kinds else None
+    return build_cluster(kinds, control_unit, examples) if kinds else None
 
 
 def simulate(

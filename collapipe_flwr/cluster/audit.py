@@ -1,17 +1,18 @@
-"""Audits: the control unit computes an interval again by itself, and finds who said otherwise.
+"""Audits: the control unit computes an interval again by itself, and compares.
 
-It drew the interval before it began and told nobody, so who lies does not know which of its steps
-are looked at. It has the weights from which the interval began, the batches and the seeds, and
-needs nothing of any member: all of them together cannot hide a wrong result.
+It draws the interval before the interval begins and tells nobody, so a dishonest member does not
+know which of its steps are audited. It has the weights from which the interval began, the batches
+and the seeds, and needs nothing of any member: even all members together cannot hide a wrong
+result.
 
-Every stage reports notes of the frames that it took and gave (`pipeline.notes`). The first that is
-wrong, in the order in which frames cause each other, tells who is to blame: who took what is right
-and gave what is wrong, by its own words. Where one says that it gave what is right, and the next
-that it took something else, one of the two lies, and nobody can tell which: both are named. The
-control unit and the edge are believed.
+Every stage reports notes of the frames that it took and gave (`pipeline.notes`). The first wrong
+note, in the order in which frames cause each other, shows the stage at fault: one that, by its own
+notes, took right frames and gave wrong ones. Where a stage notes that it gave a right frame, and
+the next one that it took another, one of the two lies, and nobody can tell which: both are named.
+The control unit and the edge are trusted.
 
-On machines that round alike everything must be equal bit by bit. On others, frames and what a part
-has learnt may differ by `TOLERANCE`, relative.
+Machines that round alike must agree bit by bit. On others, frames and learned changes of weights
+may differ by `TOLERANCE`, relative.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from collapipe_flwr.scheduler.refusal import compared
 log = logging.getLogger(__name__)
 TOLERANCE = 0.02
 MOST_STEPS = 1000  # of an interval: notes of each must fit into a report
-MOST_ROUNDED = 50  # the same where members round differently, which adds up from step to step
+MOST_ROUNDED = 50  # the same where members round differently: differences grow with every step
 _BELIEVED = (CONTROL_UNIT, EDGE)
 
 
@@ -47,15 +48,15 @@ def check_audited(order: TrainingOrder) -> None:
     _check_length(order.learning.snapshot_every or order.batches, MOST_STEPS)
     if max(order.plan.replicas) > 1:
         raise ScheduleError(
-            f"the plan has replicas of a stage, of which trust.audit-share="
-            f"{order.learning.audit_share:g} could not tell who lies: set scheduler.replicas=false"
+            f"the plan has replicas of a stage, among which trust.audit-share="
+            f"{order.learning.audit_share:g} cannot find a liar: set scheduler.replicas=false"
         )
 
 
 def _check_length(steps: int, most: int) -> None:
     if steps > most:
         raise ConfigError(
-            f"trust.audit-share looks at {most} steps at once at most in this cluster, and its "
+            f"trust.audit-share can audit at most {most} steps at once in this cluster, and its "
             f"intervals have {steps}: set train.snapshot-every={most}, or a divisor of it"
         )
 
@@ -77,17 +78,17 @@ def check_room(plan: ClusterPlan, profile: ClusterProfile, model: ModelProfile) 
 def audit(
     splitter: AnySplitter, order: TrainingOrder, steps: range, told: Segments, due: Segments
 ) -> None:
-    """Compare what all parts ``told`` of an interval, whose ``steps`` these are, with what is due.
+    """Compare what all parts ``told`` of an interval of these ``steps`` with what is ``due``.
 
     Raises AuditFailed with the device to blame, or two of which one lies, and ConfigError where
-    this machine does not compute the same twice.
+    this machine does not compute the same bits twice.
     """
     start_s, pairs = time.monotonic(), zip(told.reports, due.reports, strict=True)
     alike = all(said.rounding == right.rounding for said, right in pairs)
     _check_length(len(steps), MOST_STEPS if alike else MOST_ROUNDED)
     tolerance = 0.0 if alike else TOLERANCE
-    found = next(_wrong_frames(order, steps, told, due, tolerance), None)
-    found = found or next(_wrong_weights(splitter, order, told, due, tolerance), None)
+    found = next(_find_wrong_frames(order, steps, told, due, tolerance), None)
+    found = found or next(_find_wrong_weights(splitter, order, told, due, tolerance), None)
     log.info(
         "audited steps %d-%d in %.2f s", steps.start, steps.stop - 1, time.monotonic() - start_s
     )
@@ -96,12 +97,12 @@ def audit(
     names, what = found
     accused = tuple(name for name in names if name not in _BELIEVED)
     if accused:
-        doubt = "" if len(accused) == 1 else f", or {accused[1]} says so falsely"
+        doubt = "" if len(accused) == 1 else f", or {accused[1]} claims so falsely"
         raise AuditFailed(accused, f"an audit found that {accused[0]} {what}{doubt}")
     if CONTROL_UNIT in names:
         raise ConfigError(
-            "trust.audit-share needs a control unit that computes the same bits twice, but of this "
-            f"one it was found that it {what}: set train.compute=cpu, or trust.audit-share=0"
+            "trust.audit-share needs a control unit that computes the same bits twice, but an "
+            f"audit found that this one {what}: set train.compute=cpu, or trust.audit-share=0"
         )
     raise AuditFailed((EDGE,), f"an audit found that the edge {what}")
 
@@ -109,12 +110,12 @@ def audit(
 _Finding = tuple[tuple[str, ...], str]  # who, and what they did
 
 
-def _wrong_frames(
+def _find_wrong_frames(
     order: TrainingOrder, steps: range, told: Segments, due: Segments, tolerance: float
 ) -> Iterator[_Finding]:
-    """Yield what is wrong in frames, causes before effects."""
+    """Yield the wrong frames, causes before effects."""
     chain = (CONTROL_UNIT, *order.plan.device_ids, EDGE)
-    # By their places: who lies may also report under another's name.
+    # By place, because a dishonest member may report under another's name.
     said, right = (
         dict(zip(chain, (report.notes for report in part.reports), strict=True))
         for part in (told, due)
@@ -129,17 +130,17 @@ def _wrong_frames(
                     if wanted is None or agree(note, wanted, tolerance):
                         continue
                     if not note:
-                        yield (name,), f"does not tell of its {kind.name} frames of step {step}"
+                        yield (name,), f"reports no {kind.name} frames of step {step}"
                     elif side == TAKEN:
                         yield (sender, name), f"sent wrong {kind.name} frames in step {step}"
                     yield (name,), f"computed wrong {kind.name} frames in step {step}"
                 sender = name
 
 
-def _wrong_weights(
+def _find_wrong_weights(
     splitter: AnySplitter, order: TrainingOrder, told: Segments, due: Segments, tolerance: float
 ) -> Iterator[_Finding]:
-    """Yield parts whose frames are right, but not what they returned."""
+    """Yield parts that returned wrong weights, given that their frames are right."""
     owners = {CONTROL_UNIT: splitter.embedding_keys(), EDGE: splitter.edge_keys()}
     for each in order.plan.segments:
         owners[each.device_id] = splitter.segment_keys(each.first_block, each.stop_block)
@@ -149,18 +150,20 @@ def _wrong_weights(
         found = told.state.flatten()
         if not all(key in found for key in wanted):
             yield (name,), "did not return all that it trained"
-        elif not (_equal(found, wanted) if not tolerance else _near(found, wanted, order.weights)):
+        elif not (
+            _are_equal(found, wanted) if not tolerance else _are_near(found, wanted, order.weights)
+        ):
             yield (name,), "returned other weights than its steps give"
 
 
-def _equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
+def _are_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
     return all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
 
 
-def _near(
+def _are_near(
     found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], before: Mapping[str, Tensor]
 ) -> bool:
-    """Return whether weights have moved alike; optimizer state follows from frames, too."""
+    """Return whether weights have moved alike; optimizer state follows from the frames."""
     off = moved = 0.0
     for key, tensor in wanted.items():
         if key in before and tensor.is_floating_point():

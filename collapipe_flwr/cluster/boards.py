@@ -1,8 +1,8 @@
-"""Which boards train a model together: predicted memory, by the costs that plans rest on.
+"""Choice of boards that train a model together, by predicted memory from the costs of plans.
 
-One board is the control unit. The head is its part too, or that of a board of its own, and the
-others hold the blocks. Besides what plans count, a process holds its libraries, and glibc's heap
-keeps memory between activations; both are fitted to peaks on x86-64 (docs/choosing.md).
+One board is the control unit. The head is on the same board or on one of its own, and the others
+hold the blocks. Besides the costs of plans, a process holds its libraries, and glibc's heap keeps
+memory between activations; both are fitted to peaks on x86-64 (docs/choosing.md).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from collapipe_flwr.simulation.devices import PRESETS
 
 LIBRARY_BYTES = 412 * 2**20  # of a process that trains: torch, transformers, grpc
 ADAPTER_LIBRARY_BYTES = 53 * 2**20  # peft besides
-HEAP_BYTES = 96 * 2**20  # that glibc keeps between tensors; no more than these are
-LEAST_KINDS = ("2gb", "4gb", "8gb")  # for which the least number of boards is told
+HEAP_BYTES = 96 * 2**20  # that glibc keeps between tensors, at most as much as the tensors
+LEAST_KINDS = ("2gb", "4gb", "8gb")  # for which the least number of boards is reported
 _SIZED = re.compile(r"(?:.*-)?(\d+(?:\.\d+)?)gb")
 _SYSTEM_SHARE, _SYSTEM_MOST_GIB = 0.25, 1.5  # that the operating system keeps, as in the presets
 _GIB = 2**30
@@ -42,7 +42,7 @@ _BISECTIONS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one board holds, in bytes, of ``room_bytes`` that plans may use."""
+    """The memory of one board in bytes; plans may use ``room_bytes``."""
 
     board: str
     part: str
@@ -71,14 +71,17 @@ class BoardSetting:
 
     @property
     def words(self) -> str:
-        """As people say it."""
+        """The setting in words."""
         what = f"adapters over {self.frozen_dtype}" if self.frozen_dtype else "all weights"
         return f"{what}, {self.size} x {self.length} tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether boards train the model so (``loads``: none if not), and how many would at least."""
+    """Whether boards can train in a ``setting``: their ``loads``, which are empty if they cannot.
+
+    ``least`` is the least number of equal boards that can.
+    """
 
     setting: BoardSetting
     loads: tuple[Load, ...]
@@ -87,7 +90,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What was asked of ``boards`` and found, in the order of the settings."""
+    """The verdicts on ``boards``, in the order of the settings."""
 
     model: str
     boards: tuple[str, ...]
@@ -100,7 +103,7 @@ class Survey:
 
     @property
     def answer(self) -> str:
-        """All in one sentence."""
+        """The result in one sentence."""
         who = describe_boards(self.boards)
         if not self.fitting:
             least = self.verdicts[-1].least
@@ -115,7 +118,7 @@ class Survey:
             f"{fullest.room_bytes / _GIB:.2f} GiB that plans may use"
         )
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return everything in bytes, for a file."""
         values: dict[str, Any] = to_plain(self)
         return {**values, "fits": bool(self.fitting), "answer": self.answer}
@@ -132,12 +135,14 @@ def survey(
 ) -> Survey:
     """Judge every frozen type (one, if all weights train), length and size of micro-batches."""
     for board in boards:
-        board_room(board)
-    verdicts = [judge(cut, boards) for cut in cuts(request, dtypes, lengths, sizes, count, options)]
+        find_board_bytes(board)
+    verdicts = [
+        judge(cut, boards) for cut in make_cuts(request, dtypes, lengths, sizes, count, options)
+    ]
     return Survey(model=request.model, boards=tuple(boards), verdicts=tuple(verdicts))
 
 
-def board_room(name: str) -> int:
+def find_board_bytes(name: str) -> int:
     """Return the bytes that a board has beside its operating system; raises ConfigError."""
     if name in PRESETS:
         return PRESETS[name].memory_bytes
@@ -150,7 +155,7 @@ def board_room(name: str) -> int:
     return int((gib - min(_SYSTEM_SHARE * gib, _SYSTEM_MOST_GIB)) * _GIB)
 
 
-def cuts(
+def make_cuts(
     request: ModelChoice,
     dtypes: Sequence[str],
     lengths: Sequence[int],
@@ -173,7 +178,7 @@ def judge(cut: Cut, boards: Sequence[str]) -> Verdict:
     return Verdict(
         setting=cut.setting,
         loads=cut.share(boards),
-        least={kind: cut.least_number(kind) for kind in LEAST_KINDS},
+        least={kind: cut.find_least_number(kind) for kind in LEAST_KINDS},
     )
 
 
@@ -192,7 +197,7 @@ class Cut:
         found: tuple[float, tuple[Load, ...]] = (np.inf, ())
         for unit, head in _distinct_ends(boards):
             others = [name for n, name in enumerate(boards) if n not in (unit, head)]
-            ends = self.ends(boards[unit], boards[head] if head != unit else None)
+            ends = self.load_ends(boards[unit], boards[head] if head != unit else None)
             if any(load.bytes > load.room_bytes for load in ends):
                 continue
             if not (spread := self.spread(others)):
@@ -213,18 +218,18 @@ class Cut:
             low, high = (low, middle) if self._pack(boards, middle) else (middle, high)
         return self._pack(boards, high)
 
-    def least_number(self, board: str) -> int | None:
+    def find_least_number(self, board: str) -> int | None:
         """Return the least number of such boards that trains the model."""
         for number in range(2, len(self._model.blocks) + 3):
             for head in (None, board):
                 devices = [board] * (number - (1 if head is None else 2))
-                ends = self.ends(board, head)
+                ends = self.load_ends(board, head)
                 if all(e.bytes <= e.room_bytes for e in ends) and self._pack(devices, 1.0):
                     return number
         return None
 
-    def ends(self, unit: str, head: str | None) -> list[Load]:
-        """Load the control unit, which has the head as well if no other board has."""
+    def load_ends(self, unit: str, head: str | None) -> list[Load]:
+        """Load the control unit, and the head on it or on a board of its own."""
         model, count = self._model, self.setting.count
         first = (model.embedding, float(least_flight(count, 2, self._options)))
         last = (model.decoder, float(least_flight(count, 0, self._options)))
@@ -233,12 +238,12 @@ class Cut:
         return [self._load(unit, "control unit", first), self._load(head, "head", last)]
 
     def _pack(self, boards: Sequence[str], share: float) -> tuple[Load, ...]:
-        """Fill boards up to a share of their rooms, from the last block on, the largest last.
+        """Fill boards up to a share of their memory, from the last block on, the largest last.
 
-        As `scheduler.model_share.packs`; empty if blocks are left over.
+        The method is that of `scheduler.model_share.packs`; empty if blocks are left over.
         """
         stop, loads = len(self._model.blocks), list[Load]()
-        for name in sorted(boards, key=lambda name: -board_room(name)):
+        for name in sorted(boards, key=lambda name: -find_board_bytes(name)):
             flight = float(least_flight(self.setting.count, len(loads) + 1, self._options))
             needs = self._segments(flight)[:stop, stop]
             needs = needs + self._libraries + HEAP_BYTES
@@ -246,17 +251,17 @@ class Cut:
             if not len(starts):
                 continue
             start = int(starts[0])
-            loads.insert(0, self.segment(name, start, stop, flight))
+            loads.insert(0, self.load_segment(name, start, stop, flight))
             stop = start
             if not stop:
                 return tuple(loads)
         return ()
 
-    def segment(self, board: str, start: int, stop: int, flight: float) -> Load:
+    def load_segment(self, board: str, start: int, stop: int, flight: float) -> Load:
         """Load a board with blocks ``start`` to ``stop - 1``."""
         part = f"block {start}" if stop == start + 1 else f"blocks {start}-{stop - 1}"
         blocks = [(block, flight) for block in self._model.blocks[start:stop]]
-        # As plans count it, whichever blocks these are.
+        # Plans count the same passing bytes for all blocks.
         return self._load(board, part, *blocks, passing_bytes=self._table.passing_bytes)
 
     def _segments(self, flight: float) -> Array:
@@ -286,11 +291,11 @@ class Cut:
         )
 
     def _room(self, board: str) -> float:
-        return (1.0 - self._options.memory_margin) * board_room(board)
+        return (1.0 - self._options.memory_margin) * find_board_bytes(board)
 
 
 def _distinct_ends(boards: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Yield places of control unit and head, once for every pair of kinds; equal if one is both."""
+    """Yield places of control unit and head, once for every pair of kinds; they may be equal."""
     seen = set[tuple[str, str, bool]]()
     for unit, head in product(range(len(boards)), repeat=2):
         kind = (boards[unit], boards[head], unit == head)

@@ -1,6 +1,6 @@
 """Check a cluster: reach every member and measure it and the links between members.
 
-What trains is not measured, because that would mislead and slow its round.
+A member that trains is not measured: its figures would be wrong, and its round slower.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAST_MEMORY_BYTES = 400 * 10**6  # torch and transformers, before any model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckSettings:
-    """What to try on each member, and for how long."""
+    """Extent and deadlines of a check."""
 
     block: BenchmarkRequest = field(default_factory=BenchmarkRequest)
     payload_bytes: int = 4 * 2**20
@@ -40,13 +40,13 @@ class CheckSettings:
     clock: Callable[[], float] = time.time
 
 
-# What a busy member says of itself:
+# Figures of a busy member that are read without disturbing it:
 _SEEN = ("address", "clock_ahead_s", "energy_sensor", "power_w", "busy", "fault")
 Way = tuple[MemberConfig, MemberConfig]
 Benchmark = Callable[[BenchmarkRequest], BenchmarkAnswer]
 
 
-def ways(config: ClusterConfig) -> tuple[Way, ...]:
+def list_ways(config: ClusterConfig) -> tuple[Way, ...]:
     """List the links that plans may use: from each device to each edge and to every other device.
 
     Those to edges come first, then from each device to the next one in the file, to the one
@@ -65,57 +65,57 @@ def ways(config: ClusterConfig) -> tuple[Way, ...]:
     return (*to_edge, *between)
 
 
-def measured_ways(config: ClusterConfig, settings: CheckSettings) -> tuple[Way, ...]:
-    """Return the first ``most_links`` of `ways`, which grow with the square of the device count."""
-    return ways(config)[: settings.most_links or None]
+def choose_ways(config: ClusterConfig, settings: CheckSettings) -> tuple[Way, ...]:
+    """Return the first ``most_links`` of `list_ways`, whose number is quadratic in the devices'."""
+    return list_ways(config)[: settings.most_links or None]
 
 
 def check_cluster(
     config: ClusterConfig, settings: CheckSettings, on_done: Callable[[str], None]
 ) -> Measurements:
-    """Measure the control unit (here), every device, edges whose address the file says, and the
-    links between them.
+    """Measure all members and the links between them.
 
-    ``on_done`` is called with the name of each member and link. What fails has a ``fault``. While a
-    device is at work, the whole cluster is busy; an edge may be at work for another one.
+    Members are the control unit (here), every device, and edges whose address the file gives.
+    ``on_done`` is called with the name of each member and link. Those that fail have a ``fault``.
+    While a device is at work, the whole cluster is busy; an edge may work for another cluster.
     """
     others = (*config.devices, *(edge for edge in config.edge_machines if edge.address))
     with ThreadPoolExecutor(max(len(others), 1), thread_name_prefix="check") as pool:
         # All are asked at once, to share one deadline. Those that answer are measured one after the
         # other, as they share this machine's link.
-        found = list(pool.map(lambda asked: _looked_at(config, asked, settings), others))
+        found = list(pool.map(lambda asked: _look_at(config, asked, settings), others))
     at_work = {member.name for member in found if member.busy}
     whole = any(device.name in at_work for device in config.devices)
     here = Measured(name=config.control_unit.name, busy=whole or _is_on(config, at_work))
-    members = [here if here.busy else _measured_here(config, settings)]
+    members = [here if here.busy else _measure_unit(config, settings)]
     on_done(here.name)
     for member, looked in zip(others, found, strict=True):
         if whole and not looked.fault:
             looked = replace(looked, busy=True)
         idle = not (looked.busy or looked.fault)
-        measured = _measured(config, member, looked, settings) if idle else looked
-        faults = (measured.fault, _clock_fault(measured.clock_ahead_s or 0.0))
+        measured = _measure(config, member, looked, settings) if idle else looked
+        faults = (measured.fault, _explain_clock(measured.clock_ahead_s or 0.0))
         members.append(replace(measured, fault="; ".join(filter(None, faults))))
         on_done(member.name)
     there = {member.name for member in members if member.delay_s is not None}
     links = []
-    for source, target in measured_ways(config, settings):
+    for source, target in choose_ways(config, settings):
         if {source.name, target.name} <= there:  # else its row says what to repair
-            links.append(_link(config, source, target, settings))
+            links.append(_measure_link(config, source, target, settings))
         on_done(f"{source.name} -> {target.name}")
     return Measurements(
         cluster_id=config.id,
         members=tuple(members),
         links=tuple(links),
-        links_left_out=len(ways(config)) - len(measured_ways(config, settings)),
+        links_left_out=len(list_ways(config)) - len(choose_ways(config, settings)),
     )
 
 
-def with_earlier(found: Measurements, before: Measurements) -> Measurements:
+def add_earlier(found: Measurements, before: Measurements) -> Measurements:
     """Take the figures of busy members and of their links from an earlier check, for planning."""
     busy = set(found.busy)
     members = [
-        replace(before.of(m.name), **{name: getattr(m, name) for name in _SEEN}) if m.busy else m
+        replace(before.find(m.name), **{name: getattr(m, name) for name in _SEEN}) if m.busy else m
         for m in found.members
     ]
     names, new = {m.name for m in members}, {(link.source, link.target) for link in found.links}
@@ -130,27 +130,27 @@ def with_earlier(found: Measurements, before: Measurements) -> Measurements:
 
 
 def _is_on(config: ClusterConfig, at_work: set[str]) -> bool:
-    """Whether an edge that is at work runs on this machine, the control unit's."""
+    """Return whether an edge that is at work runs on this machine, the control unit's."""
     here = (config.control_unit.host, "127.0.0.1")
     return any(edge.name in at_work and edge.host in here for edge in config.edges)
 
 
-def _measured_here(config: ClusterConfig, settings: CheckSettings) -> Measured:
+def _measure_unit(config: ClusterConfig, settings: CheckSettings) -> Measured:
     here = measure_here(config.control_unit.name, settings)
-    return replace(here, fault=_memory_fault(config.control_unit, here.memory_bytes or 0))
+    return replace(here, fault=_explain_memory(config.control_unit, here.memory_bytes or 0))
 
 
 def measure_here(name: str, settings: CheckSettings) -> Measured:
     """Measure the speed and free memory of this machine, as a member with this ``name``."""
     run = partial(run_benchmark, place=resolve(AUTO))
-    return _computing(Measured(name=name), settings, run)
+    return _measure_computing(Measured(name=name), settings, run)
 
 
-def _computing(member: Measured, settings: CheckSettings, run: Benchmark) -> Measured:
+def _measure_computing(member: Measured, settings: CheckSettings, run: Benchmark) -> Measured:
     """Run the benchmark and return the member with its figures."""
     found = run(settings.block)
     one = run(replace(settings.block, examples=1))  # whose time is mostly overhead
-    speed, overhead_s = fitted(found, one)
+    speed, overhead_s = fit_speed(found, one)
     return replace(
         member,
         speed_flop_per_s=speed,
@@ -161,24 +161,26 @@ def _computing(member: Measured, settings: CheckSettings, run: Benchmark) -> Mea
     )
 
 
-def fitted(many: BenchmarkAnswer, one: BenchmarkAnswer) -> tuple[float, float]:
-    """Speed and overhead from a block's times for many examples and for one.
+def fit_speed(many: BenchmarkAnswer, one: BenchmarkAnswer) -> tuple[float, float]:
+    """Fit speed and overhead to a block's times for many examples and for one.
 
     Where noise hides the difference, the overhead is 0.
     """
     more_s, more_flop = many.seconds - one.seconds, many.flop - one.flop
     if not (more_s > 0 and more_flop > 0):
-        return _possible(many.speed_flop_per_s), 0.0
-    speed = _possible(more_flop / more_s)
+        return _clamp_speed(many.speed_flop_per_s), 0.0
+    speed = _clamp_speed(more_flop / more_s)
     return speed, max(one.seconds - one.flop / speed, 0.0)
 
 
-def _possible(speed_flop_per_s: float) -> float:
+def _clamp_speed(speed_flop_per_s: float) -> float:
     """Clamp a speed to what figures may hold: it comes from seconds that a member sent."""
     return min(max(speed_flop_per_s, LEAST_SPEED), MOST_SPEED)
 
 
-def _client(config: ClusterConfig, member: MemberConfig, settings: CheckSettings) -> HostClient:
+def _make_client(
+    config: ClusterConfig, member: MemberConfig, settings: CheckSettings
+) -> HostClient:
     return HostClient(
         member.address,
         what=member.name,
@@ -189,22 +191,22 @@ def _client(config: ClusterConfig, member: MemberConfig, settings: CheckSettings
     )
 
 
-def _asked(
+def _ask(
     config: ClusterConfig,
     member: MemberConfig,
     settings: CheckSettings,
     ask: Callable[[HostClient], Measured],
 ) -> Measured:
-    """Call ``ask`` with a client of the member, or return the fault of one that does not answer."""
+    """Call ``ask`` with a client of the member; return its fault if it does not answer."""
     try:
-        with _client(config, member, settings) as client:
+        with _make_client(config, member, settings) as client:
             return ask(client)
     except CollaPipeError as error:
-        fault = _advice(config, member, error)
+        fault = _advise(config, member, error)
         return Measured(name=member.name, address=member.address, fault=fault)
 
 
-def _looked_at(config: ClusterConfig, member: MemberConfig, settings: CheckSettings) -> Measured:
+def _look_at(config: ClusterConfig, member: MemberConfig, settings: CheckSettings) -> Measured:
     """Read a member's own status, without disturbing its work."""
 
     def look(client: HostClient) -> Measured:
@@ -225,10 +227,10 @@ def _looked_at(config: ClusterConfig, member: MemberConfig, settings: CheckSetti
             busy=status.at_work,
         )
 
-    return _asked(config, member, settings, look)
+    return _ask(config, member, settings, look)
 
 
-def _measured(
+def _measure(
     config: ClusterConfig, member: MemberConfig, looked: Measured, settings: CheckSettings
 ) -> Measured:
     """Measure the link to a member that is not at work, its speed and its memory."""
@@ -238,15 +240,15 @@ def _measured(
         way = client.measure_way(settings.payload_bytes)
         reached = replace(looked, rate_bit_per_s=way.rate_bit_per_s, delay_s=way.delay_s)
         try:
-            found = _computing(reached, settings, client.benchmark)
-        except Busy:  # since a moment ago
+            found = _measure_computing(reached, settings, client.benchmark)
+        except Busy:  # it began work a moment ago
             return replace(looked, busy=True)
-        return replace(found, fault=_memory_fault(member, found.memory_bytes or 0))
+        return replace(found, fault=_explain_memory(member, found.memory_bytes or 0))
 
-    return _asked(config, member, settings, measure)
+    return _ask(config, member, settings, measure)
 
 
-def _link(
+def _measure_link(
     config: ClusterConfig, source: MemberConfig, target: MemberConfig, settings: CheckSettings
 ) -> MeasuredLink:
     request = ProbeRequest(
@@ -257,7 +259,7 @@ def _link(
         deadline_s=min(settings.deadline_s, MOST_PROBE_S),
     )
     try:
-        with _client(config, source, settings) as client:
+        with _make_client(config, source, settings) as client:
             way = client.probe(request)
     except CollaPipeError as error:
         fault = f"{error}; let {source.name} reach {target.address}"
@@ -270,14 +272,14 @@ def _link(
     )
 
 
-def _clock_fault(ahead_s: float) -> str:
+def _explain_clock(ahead_s: float) -> str:
     if abs(ahead_s) <= CLOCKS_DIFFER_S:
         return ""
     way = "ahead of" if ahead_s > 0 else "behind"
     return f"its clock is {abs(ahead_s):.0f} s {way} the one here: set both (`timedatectl`)"
 
 
-def _memory_fault(member: MemberConfig, free_bytes: int) -> str:
+def _explain_memory(member: MemberConfig, free_bytes: int) -> str:
     free_mb, wanted_mb = free_bytes / _MEGA, member.memory_mb
     if wanted_mb * _MEGA > free_bytes:
         return (
@@ -292,7 +294,7 @@ def _memory_fault(member: MemberConfig, free_bytes: int) -> str:
     return ""
 
 
-def _advice(config: ClusterConfig, member: MemberConfig, error: CollaPipeError) -> str:
+def _advise(config: ClusterConfig, member: MemberConfig, error: CollaPipeError) -> str:
     if not isinstance(error, LinkTimeout | Unreachable):
         return str(error)
     known = diagnose(

@@ -62,10 +62,10 @@ def train_round(
     """Run every batch as one optimizer step on the devices of ``fleet``, after testing ``probe``.
 
     Raises ScheduleError for a plan that does not cover every block exactly once, or whose schedule
-    would block or keep more in flight than planned, and LinkError (LinkTimeout) when a device or
-    the edge fails (stays silent); the weights in ``order`` are unchanged then and no device holds
-    anything of the round. With ``recovery`` the round continues without lost devices and raises as
-    `RecoveringPipeline.run`.
+    would deadlock or keep more in flight than planned. Raises LinkError when a device or the edge
+    fails, LinkTimeout when it stays silent; the weights in ``order`` are unchanged then, and no
+    device keeps anything of the round. With ``recovery`` the round continues without lost devices
+    and raises as `RecoveringPipeline.run`.
     """
     start_s = time.perf_counter()
     check_cluster_plan(order.plan, splitter.num_blocks)
@@ -79,7 +79,7 @@ def train_round(
         weights=LazyMapping.join(last.weights),
         losses=tuple(loss for interval in intervals for loss in interval.losses),
         probe=intervals[0].probe,
-        reports=joined(interval.held.reports for interval in intervals),
+        reports=join_reports(interval.held.reports for interval in intervals),
         wall_s=time.perf_counter() - start_s,
         moved=sum((interval.held.moved for interval in intervals), TransferStats()),
         plan=done.order.plan,
@@ -89,7 +89,7 @@ def train_round(
 
 
 def _refuse_cut_batches(splitter: AnySplitter, plan: ClusterPlan) -> None:
-    """Raise ScheduleError where a layer or loss would see parts of a batch instead of it all."""
+    """Raise ScheduleError if the plan cuts the batches of a model that needs whole ones."""
     if splitter.whole_batches and plan.micro_batches > 1:
         raise ScheduleError(
             f"the plan cuts batches into {plan.micro_batches} micro-batches, but the model or its "
@@ -111,8 +111,8 @@ def evaluate_batches(
     return RecoveringPipeline(splitter, order, fleet, recovery).test(batches, wanted)
 
 
-def joined(reports: Iterable[Sequence[StageMeasurement]]) -> tuple[StageMeasurement, ...]:
-    """One report per stage over all intervals: the control unit, then as in the last one."""
+def join_reports(reports: Iterable[Sequence[StageMeasurement]]) -> tuple[StageMeasurement, ...]:
+    """Add up the reports of each stage over all intervals; order them as in the last one."""
     by_name: dict[str, StageMeasurement] = {}
     for interval in reports:
         for report in interval:

@@ -1,4 +1,4 @@
-"""Machines with their edges: those of the cluster file, else the run's, else the control unit."""
+"""Fleets with their edges: those of the cluster file, else the run's, else the control unit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.host.service import HostService
 
-SPARE_S = 5.0  # that an edge is waited for where there is another
-_MOST_HERE = 4  # sessions: one chain at a time, besides those that end
+SPARE_S = 5.0  # the patience with an edge that another one can replace
+_MOST_HERE = 4  # sessions: one chain at a time, and earlier ones that are ending
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def open_fleet(
             address, service = member.address or ("" if several else edge_address), None
             if member.name == unit.name or not address:
                 member, service = unit, HostService(compute=compute, most_sessions=_MOST_HERE)
-                address = stack.enter_context(edge_here(cluster, service))
+                address = stack.enter_context(serve_edge(cluster, service))
             named = {"name": member.name} if several else {}
             return HostedEdge(
                 address=address,
@@ -66,11 +66,11 @@ def open_fleet(
 
 
 @contextmanager
-def edge_here(cluster: ClusterConfig, service: HostService) -> Iterator[str]:
-    """Serve the edge in this process, and give its address.
+def serve_edge(cluster: ClusterConfig, service: HostService) -> Iterator[str]:
+    """Serve the edge in this process, and yield its address.
 
-    It listens where the cluster file says, else on a free port of the address by which this machine
-    reaches the first device that it can reach itself.
+    It listens at the address in the cluster file, else on a free port of the interface towards the
+    first device that does not dial.
     """
     unit = cluster.control_unit
     tls, rosters = cluster.tls_files(unit.name), None

@@ -1,4 +1,4 @@
-"""The predictions of a model for a test set: its best classes, or greedily generated texts.
+"""Predictions of a model for a test set: its best classes, or greedily generated texts.
 
 A sequence-to-sequence chain generates after it has computed its losses: the encoder runs over the
 devices, the decoder at the edge, one example at a time.
@@ -42,7 +42,7 @@ class PredictionConfig:
     logits: bool = False
 
     def generates(self, decodes: bool) -> bool:
-        """Whether a model generates texts; ``decodes`` says that it has a decoder."""
+        """Return whether a model generates texts; ``decodes`` says that it has a decoder."""
         return decodes and not self.logits
 
     @property
@@ -50,8 +50,8 @@ class PredictionConfig:
         """The predictions requested from the last stage."""
         return LOGITS if self.logits else CLASSES
 
-    def keywords(self) -> dict[str, Any]:
-        """Greedy decoding, as keywords of ``generate``."""
+    def make_keywords(self) -> dict[str, Any]:
+        """Make the keywords of ``generate`` for greedy decoding."""
         return {"max_new_tokens": self.most_tokens, "num_beams": 1, "do_sample": False}
 
 
@@ -68,7 +68,7 @@ class EvalResult:
     predictions: tuple[tuple[Tensor, ...], ...] = ()
 
     @staticmethod
-    def mean(
+    def average(
         parts: Iterable[tuple[float, float]], predictions: tuple[tuple[Tensor, ...], ...] = ()
     ) -> EvalResult:
         """Average over parts, each given as mean loss and number of labels."""
@@ -87,7 +87,7 @@ def predict_unsplit(model: Any, batch: Any, scores: Tensor, wanted: PredictionCo
     if not wanted.generates(bool(decodes)):
         return choose_best(scores)
     found: Tensor = model.generate(
-        batch[INPUT_IDS], attention_mask=batch[ATTENTION_MASK], **wanted.keywords()
+        batch[INPUT_IDS], attention_mask=batch[ATTENTION_MASK], **wanted.make_keywords()
     )
     return found
 
@@ -102,7 +102,7 @@ def generate_texts(
     """Generate the texts (B, T) of each micro-batch over a chain, and end the chain."""
     driver = GenerationDriver(embedding, chain, settings, cached=False, slots=1)
     own = GenerationConfig.from_model_config(embedding.model.config).to_dict()
-    config = json.dumps({**own, **wanted.keywords()})
+    config = json.dumps({**own, **wanted.make_keywords()})
 
     def generated(part: MicroBatch) -> Tensor:
         rows = zip(part.inputs[INPUT_IDS], part.inputs[ATTENTION_MASK].bool(), strict=True)
@@ -116,23 +116,23 @@ def generate_texts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestPart:
-    """One micro-batch of a test: its examples, and these collated."""
+    """One micro-batch of a test: its examples, and their collated tensors."""
 
     examples: Sequence[Example]
     tensors: Mapping[str, Tensor]
 
     @staticmethod
-    def of(task: Task, examples: Sequence[Example]) -> TestPart:
+    def from_examples(task: Task, examples: Sequence[Example]) -> TestPart:
         return TestPart(examples=examples, tensors=task.collate(examples))
 
 
-def prediction_config(task: Task) -> PredictionConfig:
-    """How a model predicts in this task."""
+def choose_prediction(task: Task) -> PredictionConfig:
+    """Choose how a model predicts in this task."""
     padding = task.tokenizer.pad_token_id if task.text_columns else 0
     return PredictionConfig(most_tokens=task.settings.max_target_length, padding_id=int(padding))
 
 
-def tally_of(task: Task, parts: Iterable[TestPart], predictions: Iterable[Tensor]) -> Tally:
+def count_metrics(task: Task, parts: Iterable[TestPart], predictions: Iterable[Tensor]) -> Tally:
     """Sum the counts of all metrics over the parts."""
     tally: Tally = {}
     for part, ids in zip(parts, predictions, strict=True):

@@ -1,7 +1,7 @@
 """The interface of the fleet that executes an order, and a fleet of threads.
 
 A fleet (threads of this process, or daemons on boards) turns a planned round into a chain of stages
-that is connected to the edge and waits for the first step. Its user sees one link, and after the
+that is connected to the edge and waits for the first step. Its user gets one link, and after the
 last step the trained segments.
 """
 
@@ -33,9 +33,9 @@ from collapipe_flwr.transport.simulated_link import make_simulated_pair
 class OpenChain:
     """Device 1 -> ... -> device K -> edge, ready for steps; ``link`` is that to device 1.
 
-    ``collect`` returns all parts behind it, with slots or not, after the chain's last frame was
+    ``collect`` returns all parts behind it, on request with slots, after the chain's last frame was
     sent down ``link``. It waits for every device and the edge to end, and raises the LinkError of
-    one that failed or did not. ``hops`` are the links as they are: a cluster file may bound them.
+    one that failed or did not end. ``hops`` are the actual links, which a cluster file may limit.
     """
 
     link: Link
@@ -47,7 +47,7 @@ class OpenChain:
 class Fleet(Protocol):
     """The devices of one cluster."""
 
-    def chain(
+    def open_chain(
         self, splitter: AnySplitter, order: TrainingOrder
     ) -> AbstractContextManager[OpenChain]:
         """Place the segments of ``order`` and connect them; everything is freed afterwards.
@@ -56,8 +56,8 @@ class Fleet(Protocol):
         never changed, so a round that fails can be tried again.
         """
 
-    def missing(self, device_ids: Collection[str]) -> frozenset[str]:
-        """Devices that do not answer now; all are asked at once, for a second or two."""
+    def find_missing(self, device_ids: Collection[str]) -> frozenset[str]:
+        """Return the devices that do not answer now; all are asked at once, for a second or two."""
 
 
 MakeStage = Callable[..., MiddleStage]
@@ -76,9 +76,9 @@ class ThreadFleet:
         self._crashed: set[str] = set()
 
     @contextmanager
-    def chain(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[OpenChain]:
-        """See `Fleet.chain`; every thread has ended afterwards."""
-        with self._edge.opened(splitter, order) as edge, ExitStack() as links:
+    def open_chain(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[OpenChain]:
+        """See `Fleet.open_chain`; every thread has ended afterwards."""
+        with self._edge.open(splitter, order) as edge, ExitStack() as links:
             last = order.plan.replicas[-2]
             edges = [
                 links.enter_context(edge.connect(replace(order.hops[-1], lane=lane, lanes=last)))
@@ -93,7 +93,7 @@ class ThreadFleet:
                     thread.finish(deadline_s)
                 links.close()
                 last_part = edge.collect(keep_optimizer, nullcontext())
-                return _segments(stages, keep_optimizer) + last_part
+                return _collect_segments(stages, keep_optimizer) + last_part
 
             try:
                 yield OpenChain(link, collect, edge.targets, order.hops)
@@ -105,11 +105,11 @@ class ThreadFleet:
                     thread.join(deadline_s)
                 self._crashed |= {t.stage.settings.name for t in threads if t.crashed}
 
-    def missing(self, device_ids: Collection[str]) -> frozenset[str]:
+    def find_missing(self, device_ids: Collection[str]) -> frozenset[str]:
         return frozenset(self._crashed.intersection(device_ids))
 
 
-def _segments(stages: Sequence[MiddleStage], keep_optimizer: bool) -> Segments:
+def _collect_segments(stages: Sequence[MiddleStage], keep_optimizer: bool) -> Segments:
     """Collect the segments of stages that have ended; replicas of a stage hold the same."""
     firsts = [stage for stage in stages if stage.settings.turn.replica == 0]
     kept = firsts if keep_optimizer else ()
@@ -169,49 +169,51 @@ def join(
     """
     segments, replicas, hops = order.plan.segments, order.plan.replicas, order.hops
 
-    def name(stage: int, replica: int) -> str:
+    def name_holder(stage: int, replica: int) -> str:
         return segments[stage - 1].device_ids[replica] if stage else CONTROL_UNIT
 
     @cache
-    def pair(sender: _Place, receiver: _Place, link: LinkConfig) -> tuple[Link, Link]:
-        return make_simulated_pair(name(*sender), name(*receiver), link)
+    def make_pair(sender: _Place, receiver: _Place, link: LinkConfig) -> tuple[Link, Link]:
+        return make_simulated_pair(name_holder(*sender), name_holder(*receiver), link)
 
-    def down(stage: int, turn: ReplicaIndex) -> Link:
-        """To the next stage's replicas that its micro-batches meet; the last hop is the edge's."""
+    def link_down(stage: int, turn: ReplicaIndex) -> Link:
+        """Link to the next stage's replicas that its micro-batches meet, or to the edge."""
         if stage == len(segments):
             return edges[turn.replica]
         here, met = (stage, turn.replica), turn.meets(replicas[stage + 1])
-        return join_links([pair(here, (stage + 1, other), hops[stage])[0] for other in met], turn)
-
-    def up(stage: int, turn: ReplicaIndex) -> Link:
-        here, met = (stage, turn.replica), turn.meets(replicas[stage - 1])
         return join_links(
-            [pair((stage - 1, other), here, hops[stage - 1])[1] for other in met], turn
+            [make_pair(here, (stage + 1, other), hops[stage])[0] for other in met], turn
         )
 
-    def beside(stage: int, turn: ReplicaIndex) -> Siblings:
+    def link_up(stage: int, turn: ReplicaIndex) -> Link:
+        here, met = (stage, turn.replica), turn.meets(replicas[stage - 1])
+        return join_links(
+            [make_pair((stage - 1, other), here, hops[stage - 1])[1] for other in met], turn
+        )
+
+    def link_beside(stage: int, turn: ReplicaIndex) -> Siblings:
         place, link = turn.replica, LinkConfig(lanes=0)
         here, is_last = (stage, place), place == turn.replicas - 1
         return Siblings(
-            ahead=pair((stage, place - 1), here, link)[1] if place else None,
-            behind=None if is_last else pair(here, (stage, place + 1), link)[0],
+            ahead=make_pair((stage, place - 1), here, link)[1] if place else None,
+            behind=None if is_last else make_pair(here, (stage, place + 1), link)[0],
             place=place,
         )
 
     stages = []
     for holder in order.holders:
         segment, stage, turn = holder.segment, holder.stage, holder.turn
-        part, optimizer = order.placed(
+        part, optimizer = order.place(
             splitter.build_segment(segment.first_block, segment.stop_block, order.weights)
         )
         stages.append(
             make_stage(
                 part,
                 optimizer,
-                order.settings(stage, turn),
-                upstream=up(stage, turn),
-                downstream=down(stage, turn),
-                siblings=beside(stage, turn) if turn.replicas > 1 else None,
+                order.configure_stage(stage, turn),
+                upstream=link_up(stage, turn),
+                downstream=link_down(stage, turn),
+                siblings=link_beside(stage, turn) if turn.replicas > 1 else None,
             )
         )
-    return down(0, ALONE), stages
+    return link_down(0, ALONE), stages

@@ -1,4 +1,4 @@
-"""A forecast without any run: the costs of a model's pieces, and the plan a cluster would get."""
+"""Forecasts without a run: the costs of a model's pieces, and the plan for a cluster."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class ModelChoice:
     lora_rank: int = 0
     frozen_dtype: str = "float32"
     ties: str = "untie"
-    only_shapes: bool = False  # of a checkpoint, whose weights are not read
+    only_shapes: bool = False  # of a checkpoint: its weights are not read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Costs are per example, the plan's times per round; ``refusal`` says why there is no plan."""
+    """Costs per example, and a plan with times per round, or the ``refusal`` if there is none."""
 
     model_type: str
     task: str
@@ -86,7 +86,7 @@ def build_model(request: ModelChoice) -> Splitter:
         known_type = True
     task = request.task or _find_usual_task(request.model, known_type)
     tokens: dict[str, Any] = {}
-    if known_type and task == "seq2seq":  # known to a tokenizer only; which they are costs nothing
+    if known_type and task == "seq2seq":  # a tokenizer knows them; their values affect no cost
         tokens = {"pad_token_id": 0, "decoder_start_token_id": 0}
     spec = make_spec(
         task,
@@ -112,7 +112,7 @@ def build_model(request: ModelChoice) -> Splitter:
 
 
 def _has_weights(model: str) -> bool:
-    """Return whether a folder holds weights; a hub name is taken to."""
+    """Return whether a folder holds weights; True for a hub name."""
     path = expand_home(model)
     if path.is_dir():
         return any(file.suffix in (".safetensors", ".bin") for file in path.iterdir())
@@ -143,7 +143,7 @@ def _read_shape(model: str) -> tuple[str, dict[str, object]]:
 def _find_usual_task(model: str, known_type: bool) -> str:
     model_type = model if known_type else read_pretrained_config(model).model_type
     if model_type not in FAMILIES:
-        raise ConfigError(f"model type {model_type!r} needs --task: what it is to learn")
+        raise ConfigError(f"model type {model_type!r} has no usual task: give --task")
     return FAMILIES[model_type].tasks[0]
 
 

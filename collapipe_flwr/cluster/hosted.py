@@ -1,4 +1,4 @@
-"""A stage in a session on a host, and the last stage of a chain, the edge, wherever it is.
+"""Stages in sessions on hosts, and the places for the last stage of a chain, the edge.
 
 The control unit opens and fills the edge's session like that of every device, and collects its part
 with the segments.
@@ -54,9 +54,9 @@ class RemoteStage:
         self._moved = TransferStats()
 
     def open(self, splitter: AnySplitter, order: TrainingOrder) -> None:
-        """Open the session and send it its weights; an edge that restarts is waited for."""
+        """Open the session and send it its weights; wait for an edge that restarts."""
         placement = self.request.placement
-        with self._telling_loss():
+        with self._translate_loss():
             if placement is None:
                 self.client.attempt_patiently(lambda: self.client.open_session(self.request))
             else:
@@ -66,7 +66,7 @@ class RemoteStage:
             own = splitter.segment_keys(*placement.blocks)
         state = PartState(weights=order.weights, optimizer=order.slots)
         self._pushed = state.select((*own, *splitter.shared_keys)).flatten()
-        with self._telling_loss():
+        with self._translate_loss():
             try:
                 self._moved += self.session.push_missing(self._pushed)
             except FrozenWanted as wanted:
@@ -80,7 +80,7 @@ class RemoteStage:
     def collect(self, keep_optimizer: bool, turn: AbstractContextManager[object]) -> Segments:
         """Fetch the report and, within ``turn``, the part, once the host has ended.
 
-        Replicas but the first, which hold the same, return their report only.
+        All replicas but the first hold the same part and return their report only.
         """
         report = self.session.report()
         state = PartState(weights={})
@@ -94,7 +94,7 @@ class RemoteStage:
         return Segments(state=state, reports=(report,), moved=self._moved)
 
     def close(self) -> None:
-        """Free the session; if the host is gone, or dropped it already, log that.
+        """Close the session; log if the host is gone or has dropped it already.
 
         A host that fell silent frees it by itself later.
         """
@@ -106,8 +106,8 @@ class RemoteStage:
             _log.info("nothing to close: %s", error)
 
     @contextmanager
-    def _telling_loss(self) -> Iterator[None]:
-        """Raise EdgeLost where the edge is gone: no device is to blame, and no replay helps."""
+    def _translate_loss(self) -> Iterator[None]:
+        """Turn the loss of the edge into EdgeLost: no device is to blame, and no replay helps."""
         try:
             yield
         except (Unreachable, LinkTimeout) as error:
@@ -116,7 +116,7 @@ class RemoteStage:
             raise EdgeLost(str(error)) from error
 
 
-def edge_request(splitter: AnySplitter, order: TrainingOrder) -> SessionRequest:
+def make_edge_request(splitter: AnySplitter, order: TrainingOrder) -> SessionRequest:
     """Build the request of a new session for the last stage of this order's chain."""
     return SessionRequest(
         key=SessionKey.draw(f"{order.plan.cluster_id}-{order.server_round}"),
@@ -135,8 +135,8 @@ def edge_request(splitter: AnySplitter, order: TrainingOrder) -> SessionRequest:
 class OpenEdge:
     """The last stage of a chain for devices of this process, which connect one lane each.
 
-    ``collect`` returns the trained part, see `RemoteStage.collect`. Where the stage is in this
-    process, too, ``targets`` is how it gets what only it reads.
+    ``collect`` returns the trained part, see `RemoteStage.collect`. A stage in this process gets
+    its targets through ``targets``.
     """
 
     collect: Callable[[bool, AbstractContextManager[object]], Segments]
@@ -147,15 +147,13 @@ class OpenEdge:
 class Edge(Protocol):
     """A place for the last stage of chains whose devices are in this process."""
 
-    def opened(
-        self, splitter: AnySplitter, order: TrainingOrder
-    ) -> AbstractContextManager[OpenEdge]:
+    def open(self, splitter: AnySplitter, order: TrainingOrder) -> AbstractContextManager[OpenEdge]:
         """Open the last stage of this order's chain with its weights; it is freed afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedEdge:
-    """An edge on a host at ``address``, which is waited for ``patience_s`` while it restarts."""
+    """An edge on a host at ``address``; calls wait for ``patience_s`` while it restarts."""
 
     address: str
     name: str = EDGE
@@ -167,11 +165,11 @@ class HostedEdge:
     service: HostService | None = None  # behind the address, where it is in this process
 
     @contextmanager
-    def session(
+    def make_session(
         self, splitter: AnySplitter, order: TrainingOrder
     ) -> Iterator[tuple[RemoteStage, NextHop]]:
-        """Yield an order's session, not open yet, and how devices reach it; close it afterwards."""
-        request = edge_request(splitter, order)
+        """Yield an order's session, not open yet, and the hop to it; close it afterwards."""
+        request = make_edge_request(splitter, order)
         with HostClient(
             self.address,
             what=self.name,
@@ -196,30 +194,30 @@ class HostedEdge:
                 hosted.close()
 
     @contextmanager
-    def opened(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[OpenEdge]:
-        """See `Edge.opened`."""
-        with self.session(splitter, order) as (hosted, _):
+    def open(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[OpenEdge]:
+        """See `Edge.open`."""
+        with self.make_session(splitter, order) as (hosted, _):
             hosted.open(splitter, order)
-            yield OpenEdge(hosted.collect, hosted.session.connect, self.targets_of(hosted))
+            yield OpenEdge(hosted.collect, hosted.session.connect, self.hold_targets(hosted))
 
-    def targets_of(self, hosted: RemoteStage) -> Targets | None:
-        """How an open session gets its targets; None where they travel."""
+    def hold_targets(self, hosted: RemoteStage) -> Targets | None:
+        """Return the way by which an open session gets its targets; None where they travel."""
         return None if self.service is None else self.service.hold_targets(hosted.request.key)
 
 
 class ThreadEdge:
     """The edge in a thread of this process, which computes on ``compute``.
 
-    Unless it ``holds_targets``, they travel to it with the frames, as to an edge elsewhere.
+    Without ``holds_targets``, targets travel in frames, as they do to an edge elsewhere.
     """
 
     def __init__(self, compute: torch.device = CPU, *, holds_targets: bool = True) -> None:
         self._compute, self._holds_targets = compute, holds_targets
 
     @contextmanager
-    def opened(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[OpenEdge]:
-        """See `Edge.opened`; the thread has ended afterwards."""
-        service, request = HostService(compute=self._compute), edge_request(splitter, order)
+    def open(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[OpenEdge]:
+        """See `Edge.open`; the thread has ended afterwards."""
+        service, request = HostService(compute=self._compute), make_edge_request(splitter, order)
         threads: list[threading.Thread] = []
         names = order.plan.segments[-1].device_ids  # that connect, by lane
         service.open(request)

@@ -46,19 +46,21 @@ class Batches(Protocol):
     def fresh_examples(self) -> int:
         """Examples of the probe."""
 
-    def steps(self, batch_size: int, micro_batch_size: int) -> Iterable[list[dict[str, Tensor]]]:
+    def cut_steps(
+        self, batch_size: int, micro_batch_size: int
+    ) -> Iterable[list[dict[str, Tensor]]]:
         """Yield one step per batch of ``batch_size`` examples; raises DataError."""
 
     def probe(self, batch_size: int, micro_batch_size: int) -> Iterable[list[dict[str, Tensor]]]:
         """Yield the micro-batches that are evaluated before the first step."""
 
-    def num_batches(self, batch_size: int) -> int:
+    def count_batches(self, batch_size: int) -> int:
         """Return the number of steps of the round; 0 where it is not known."""
 
 
 @runtime_checkable
 class SampledBatches(Batches, Protocol):
-    """Batches of a fixed size that are drawn uniformly, each from all examples, and in secret."""
+    """Batches of a fixed size, each drawn uniformly from all examples by secret random numbers."""
 
     @property
     def population(self) -> int:
@@ -87,8 +89,8 @@ class LoaderBatches:
     """The :class:`Batches` of ``epochs`` passes over a user's ``loader``.
 
     A plan is made for batches of one size, and for tensors of up to the ``planned`` shapes of one
-    example (their last dimensions); other batches raise DataError, except a smaller one at the end
-    of an epoch. With ``any_size`` nothing is checked.
+    example (their last dimensions). Other batches raise DataError, except a smaller one at the end
+    of an epoch. With ``any_size`` no size is checked.
     """
 
     loader: Iterable[Any]
@@ -106,18 +108,20 @@ class LoaderBatches:
         del batch_size, micro_batch_size
         return ()
 
-    def num_batches(self, batch_size: int) -> int:
+    def count_batches(self, batch_size: int) -> int:
         del batch_size
         return self.epochs * length_hint(self.loader)
 
-    def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
+    def cut_steps(
+        self, batch_size: int, micro_batch_size: int
+    ) -> Iterator[list[dict[str, Tensor]]]:
         """Yield every batch as its micro-batches; raises DataError."""
         wanted = None if self.any_size else batch_size
         for epoch in range(1, self.epochs + 1):
             self.examples, smaller, full = 0, 0, False
             for batch in self.loader:
                 tensors = as_batch(batch)
-                size = examples_of(tensors)
+                size = count_examples(tensors)
                 if smaller and full:
                     raise DataError(_SHORT_IN_BETWEEN.format(smaller, batch_size))
                 _check_size(smaller or size, wanted, is_last=not smaller)
@@ -156,7 +160,7 @@ def _check_shapes(tensors: Mapping[str, Tensor], planned: Mapping[str, tuple[int
             )
 
 
-def examples_of(tensors: Mapping[str, Tensor]) -> int:
+def count_examples(tensors: Mapping[str, Tensor]) -> int:
     """Return the number of examples: the common length of a batch's tensors. Raises DataError."""
     single = next((name for name, tensor in tensors.items() if not tensor.dim()), None)
     if single is not None:
@@ -178,17 +182,17 @@ def cut(tensors: Mapping[str, Tensor], size: int, micro_batch_size: int) -> list
     ]
 
 
-def join(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def join_parts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Join all examples of ``parts`` in one batch.
 
     Shorter sequences are padded at the end: labels by -100, which counts as no label, other tensors
     by 0.
     """
     names = parts[0] if parts else ()
-    return {name: stack([part[name] for part in parts], name) for name in names}
+    return {name: stack_rows([part[name] for part in parts], name) for name in names}
 
 
-def stack(tensors: Sequence[Tensor], name: str = "") -> Tensor:
+def stack_rows(tensors: Sequence[Tensor], name: str = "") -> Tensor:
     """Stack the rows of all ``tensors`` (B, T, ...), padded to the longest T."""
     longest = max((tensor.shape[1] for tensor in tensors if tensor.dim() > 1), default=0)
     filling = IGNORED_LABEL if name in LABEL_NAMES else 0

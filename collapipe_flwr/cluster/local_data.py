@@ -44,9 +44,9 @@ _ALL_ROWS: Mapping[str, Value] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlace:
-    """The index of this node among the run's clusters; from ``count`` on it is spare.
+    """The index of this node among the run's ``count`` clusters; from ``count`` on it is spare.
 
-    With ``own_data`` it reads files that the others do not have, so all of them are its share.
+    With ``own_data`` it reads files that others do not have, so its share is all of them.
     """
 
     index: int
@@ -70,7 +70,7 @@ class LocalData:
     @cached_property
     def _examples(self) -> Dataset:
         found = self.task.make_examples(self.task.partition(*self._place.share))
-        if self._place.own_data:  # which the server cannot look through
+        if self._place.own_data:  # the server cannot examine it
             for sentence in (self.task.skipped | self.task.examine()).values():
                 _log.warning(sentence)
         return found
@@ -81,7 +81,7 @@ class LocalData:
         grouped = "group" in self._examples.column_names
         return self._examples.remove_columns("group") if grouped else self._examples
 
-    def stream(self, folder: str) -> Stream:
+    def open_stream(self, folder: str) -> Stream:
         """Open the cluster's own folder of arriving files; raises DataError where there is none."""
         own = expand_home(folder) / str(self._place.index)
         return Stream(own, self.task.read_file, self.task.make_examples)
@@ -100,8 +100,8 @@ class LocalData:
     def examples_per_round(self) -> int:
         return self._config.train.examples_per_round or len(self._examples)
 
-    def test_steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[TestPart]]:
-        """The cluster's share of the test set, each example once; raises DataError if it is empty.
+    def cut_test_steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[TestPart]]:
+        """Yield the cluster's share of the test set, each example once; raises DataError if empty.
 
         It takes every ``count``-th example, so shares are disjoint and together complete.
         """
@@ -115,9 +115,11 @@ class LocalData:
         rows: list[Example] = share.to_list()
         for batch in cut_batches(rows, batch_size):
             cut = self._cut(batch, micro_batch_size)
-            yield [TestPart.of(self.task, [batch[row] for row in places]) for places in cut]
+            yield [
+                TestPart.from_examples(self.task, [batch[row] for row in places]) for places in cut
+            ]
 
-    def chosen(self, rounds_done: int) -> list[Example]:
+    def draw_examples(self, rounds_done: int) -> list[Example]:
         """Draw the examples of the cluster's next round, in training order."""
         return draw_round_examples(
             self._examples,
@@ -127,7 +129,7 @@ class LocalData:
             limit=self.examples_per_round,
         )
 
-    def steps(
+    def cut_steps(
         self, chosen: list[Example], round_index: int, batch_size: int, micro_batch_size: int
     ) -> Iterator[list[dict[str, Tensor]]]:
         """Yield the micro-batches of each optimizer step over ``chosen``, tokenized as needed."""
@@ -148,7 +150,7 @@ class LocalData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalExamples:
-    """The `Batches` of one round: ``chosen`` in training order, ``fresh`` ones just arrived."""
+    """The `Batches` of one round: ``chosen`` in training order; ``fresh`` ones have just come."""
 
     data: LocalData
     round_index: int
@@ -174,19 +176,21 @@ class LocalExamples:
     def fresh_examples(self) -> int:
         return len(self.fresh)
 
-    def num_batches(self, batch_size: int) -> int:
+    def count_batches(self, batch_size: int) -> int:
         return -(-len(self.chosen) // batch_size)
 
-    def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
-        return self.data.steps(self.chosen, self.round_index, batch_size, micro_batch_size)
+    def cut_steps(
+        self, batch_size: int, micro_batch_size: int
+    ) -> Iterator[list[dict[str, Tensor]]]:
+        return self.data.cut_steps(self.chosen, self.round_index, batch_size, micro_batch_size)
 
     def probe(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
-        return self.data.steps(self.fresh, self.round_index, batch_size, micro_batch_size)
+        return self.data.cut_steps(self.fresh, self.round_index, batch_size, micro_batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledExamples:
-    """The `SampledBatches` of a round: accounts of privacy assume that nobody can repeat draws."""
+    """The `SampledBatches` of a round; accounts of privacy assume that nobody can repeat a draw."""
 
     data: LocalData
     round_index: int
@@ -200,16 +204,18 @@ class SampledExamples:
         """The number of examples that are drawn from."""
         return self.data.count
 
-    def num_batches(self, batch_size: int) -> int:
+    def count_batches(self, batch_size: int) -> int:
         return -(-self.examples // batch_size)
 
-    def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
+    def cut_steps(
+        self, batch_size: int, micro_batch_size: int
+    ) -> Iterator[list[dict[str, Tensor]]]:
         """Yield the micro-batches of every step, which draws no example twice."""
         rng = np.random.default_rng(secrets.randbits(128))
-        for _ in range(self.num_batches(batch_size)):
+        for _ in range(self.count_batches(batch_size)):
             rows = rng.choice(self.population, batch_size, replace=False)
             chosen = self.data.select(rows.tolist())
-            yield from self.data.steps(chosen, self.round_index, batch_size, micro_batch_size)
+            yield from self.data.cut_steps(chosen, self.round_index, batch_size, micro_batch_size)
 
     def probe(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
         del batch_size, micro_batch_size
@@ -217,16 +223,18 @@ class SampledExamples:
 
 
 @lru_cache(maxsize=16)
-def local_data(config: AppConfig, place: DataPlace, vocabulary: Vocabulary | None) -> LocalData:
-    """Make the `LocalData` of a node, only once: in simulation clusters share a process."""
+def load_local_data(
+    config: AppConfig, place: DataPlace, vocabulary: Vocabulary | None
+) -> LocalData:
+    """Make the `LocalData` of a node once per process, which clusters share in simulation."""
     return LocalData(config, place, vocabulary)
 
 
-def own_data(node_config: Mapping[str, Value]) -> dict[str, Value]:
-    """Read the run-config keys for the cluster's own data, which ``--node-config`` names.
+def read_own_data(node_config: Mapping[str, Value]) -> dict[str, Value]:
+    """Read the run-config keys of the cluster's own data from ``--node-config``.
 
-    All rows of `data.train` are its own; a tenth is held out unless there is a `data.test` too.
-    Raises ConfigError.
+    All rows of `data.train` are its share; a tenth is held out if there is no `data.test`. Raises
+    ConfigError.
     """
     train, test = (node_config.get(key, "") for key in ("data.train", "data.test"))
     for key, name in (("data.train", train), ("data.test", test)):

@@ -1,4 +1,4 @@
-"""The order of one round for one cluster, and what its stages return."""
+"""The order of one round for one cluster, and the results of its stages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LearningSettings:
     deadline_s: float = 60.0  # longest silence of a neighbour inside a step
     seed: int = 0
     execution: Execution = field(default_factory=Execution)
-    snapshot_every: int = 0  # steps; 0: a loss replays the round
+    snapshot_every: int = 0  # steps; 0: a lost device replays the whole round
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     run_id: str = ""  # the same for a run that is resumed
     keep_optimizer: bool = False  # its state continues in the next round
@@ -54,10 +54,10 @@ class LearningSettings:
     updates: str = "fp32"  # the codec in which a cluster replies how its model changed
     cache: CacheConfig = field(default_factory=CacheConfig)  # of frozen lower blocks
 
-    def kept_bytes(self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]) -> int:
-        """Count the bytes of state of such parameters, besides themselves and their gradients.
+    def count_kept_bytes(self, parameters: Mapping[str, tuple[torch.Size, torch.dtype]]) -> int:
+        """Count the bytes kept for such parameters, besides themselves and their gradients.
 
-        Private training holds a second gradient, the sum over the examples so far.
+        Private training keeps a second gradient, the sum over the examples so far.
         """
         kept = self.optimizer.state_bytes(parameters)
         if self.privacy.on_gradients:
@@ -78,7 +78,7 @@ class LearningSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOrder:
-    """One cluster's round; ``weights`` are those of the whole model."""
+    """The order of one cluster's round; ``weights`` are those of the whole model."""
 
     plan: ClusterPlan
     weights: Mapping[str, Tensor]
@@ -114,7 +114,7 @@ class TrainingOrder:
             for turn in turns(len(segment.device_ids))
         )
 
-    def placed(self, part: nn.Module) -> tuple[nn.Module, Optimizer]:
+    def place(self, part: nn.Module) -> tuple[nn.Module, Optimizer]:
         """Move a part to ``compute`` and make its optimizer, which continues from the slots."""
         part = hold(part, self.compute)
         optimizer = Optimizer(self.learning.optimizer, part.named_parameters())
@@ -123,7 +123,7 @@ class TrainingOrder:
 
     @property
     def edge_settings(self) -> StageConfig:
-        """The configuration of the last stage, which is nobody's replica."""
+        """The configuration of the last stage, which has no replicas."""
         learning = self.learning
         return StageConfig(
             name=EDGE,
@@ -136,7 +136,7 @@ class TrainingOrder:
             audited=self.learning.audit_share > 0,
         )
 
-    def settings(self, stage: int, turn: ReplicaIndex = ALONE) -> StageConfig:
+    def configure_stage(self, stage: int, turn: ReplicaIndex = ALONE) -> StageConfig:
         """Configure a stage, or a replica of it; 0 is the control unit."""
         learning, segments = self.learning, self.plan.segments
         patience = 1 + PATIENCE_PER_STAGE * (len(segments) - stage)
@@ -176,7 +176,7 @@ class StageReplica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """What neighbouring stages return; ``reports`` are in pipeline order."""
+    """The results of neighbouring stages; ``reports`` are in pipeline order."""
 
     state: PartState
     reports: tuple[StageMeasurement, ...]

@@ -1,4 +1,4 @@
-"""What a private order demands of a model and a plan, and its noise."""
+"""Private orders: the secret of their noise, and the models and plans that they accept."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SEEN = ("attention_mask", "position_ids")  # of an example, which its length te
 def draw_privacy(
     splitter: AnySplitter, learning: LearningSettings, plan: ClusterPlan
 ) -> ExamplePrivacy | None:
-    """Draw the noise of one order's gradients; None where the run asks for none.
+    """Draw the secret of the noise on one order's gradients; None where there is no such noise.
 
-    The secret is a new one for every order: the server may send one again with other weights, and
-    the difference of two answers with the same noise would tell what the noise covers. Replays
-    within the order, which the server does not see, draw the same. Raises ConfigError as
+    Every order has a new secret: the server may repeat an order with other weights, and the
+    difference of two answers with the same noise would reveal what the noise covers. Replays within
+    the order, which the server does not see, use the same secret. Raises ConfigError as
     `check_private`, and ScheduleError for a plan whose micro-batches hold several examples.
     """
     asked = learning.privacy
@@ -33,7 +33,7 @@ def draw_privacy(
     if plan.micro_batch_size != 1:
         raise ScheduleError(
             f"the plan has micro-batches of {plan.micro_batch_size} examples, but with "
-            "privacy.clip-norm each must hold one: plan such"
+            "privacy.clip-norm each must hold one: plan micro-batches of size 1"
         )
     return ExamplePrivacy(
         group_norm=asked.clip_norm / splitter.trained_groups**0.5,
@@ -59,7 +59,7 @@ def draw_activation_noise(
 
 
 def check_private(splitter: AnySplitter, learning: LearningSettings) -> None:
-    """Raise ConfigError for a model or settings with which examples cannot be protected."""
+    """Raise ConfigError for a model or settings that cannot protect examples."""
     why = _describe_unfit(splitter)
     if learning.privacy.on_activations:
         if not learning.trusted_blocks:

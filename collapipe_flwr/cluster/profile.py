@@ -1,6 +1,6 @@
-"""A cluster as the planner sees it: that of a cluster file, or a simulated one.
+"""Profiles of clusters for the planner: of a cluster file, or of a simulated cluster.
 
-Figures of a real member are the declared ones, else those that `collapipe cluster check` measured,
+Figures of a real member are the declared ones, else those measured by `collapipe cluster check`,
 else those of its kind.
 """
 
@@ -26,13 +26,13 @@ from collapipe_flwr.simulation.world import SERVER_RATE_BIT_PER_S, assumed_edge
 class Measured:
     """One member; a figure is None where it was not measured, ``fault`` is empty without any.
 
-    ``speed_flop_per_s`` is that of forward and backward passes of one block, besides
-    ``overhead_s``, which they take however few examples there are, on the device that ``computes``
-    names with the ``torch`` build there. ``rate_bit_per_s`` and ``delay_s`` (one way) are those of
-    the link from the control unit. ``idle_bytes`` is the memory of its daemon before the check made
-    it load anything, ``clock_ahead_s`` how far its clock is ahead of the control unit's.
-    ``power_w`` is the reading of its ``energy_sensor`` before the benchmark; without a sensor the
-    energy is modelled. Nothing that disturbs was measured of a ``busy`` one, which is at work.
+    Forward and backward passes of one block take ``overhead_s`` for any number of examples, and
+    compute at ``speed_flop_per_s``, on the device that ``computes`` names with the ``torch`` build
+    there. ``rate_bit_per_s`` and ``delay_s`` (one way) are those of the link from the control unit.
+    ``idle_bytes`` is the memory of its daemon before the check made it load anything,
+    ``clock_ahead_s`` how far its clock is ahead of the control unit's. ``power_w`` is the reading
+    of its ``energy_sensor`` before the benchmark; without a sensor the energy is modelled. Of a
+    ``busy`` member, which is at work, nothing was measured that would disturb it.
     """
 
     name: bounds.Name
@@ -88,7 +88,7 @@ class Measurements:
         """The members that were not measured because they, or their cluster, were at work."""
         return tuple(member.name for member in self.members if member.busy)
 
-    def of(self, name: str) -> Measured:
+    def find(self, name: str) -> Measured:
         """Look up the figures of a member; all are None if it is not listed."""
         return next((m for m in self.members if m.name == name), Measured(name=name))
 
@@ -107,7 +107,7 @@ def read_measurements(path: Path) -> Measurements:
 _GIGA, _MEGA = 1e9, 1e6
 
 
-def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
+def profile_cluster(config: ClusterConfig, examples: int) -> ClusterProfile:
     """Describe a file's cluster; raises ConfigError for an unknown kind or unreadable measurements.
 
     Energy budgets depend on the model and are set by the server.
@@ -117,33 +117,35 @@ def profile_of(config: ClusterConfig, examples: int) -> ClusterProfile:
             f"cluster {config.id} has no device yet: let a board join, by the token that "
             "`collapipe cluster token` prints"
         )
-    measured = _measured(config)
+    measured = _read_measured(config)
     several = len(config.used_edges) > 1  # then their names are ids
-    edge, *others = [_edge(config, each, measured, several) for each in config.used_edges]
+    edge, *others = [_describe_edge(config, each, measured, several) for each in config.used_edges]
     return ClusterProfile(
         cluster_id=config.id,
         examples=examples,
-        control_unit=_device(config, config.control_unit, measured.of(config.control_unit.name)),
-        devices=tuple(_device(config, d, measured.of(d.name)) for d in config.devices),
+        control_unit=_describe_device(
+            config, config.control_unit, measured.find(config.control_unit.name)
+        ),
+        devices=tuple(_describe_device(config, d, measured.find(d.name)) for d in config.devices),
         d2d_bandwidth_hz=config.links.bandwidth_mhz * _MEGA,
         server_rate_bit_per_s=config.links.server_mbit_per_s * _MEGA,
         link_codec=config.links.codec,
         real_links=True,
-        link_rates=_link_rates(config, measured),
+        link_rates=_collect_link_rates(config, measured),
         edge=edge,
         other_edges=tuple(filter(None, others)),
         trusted_blocks=config.privacy.trusted_blocks,
     )
 
 
-def _measured(config: ClusterConfig) -> Measurements:
+def _read_measured(config: ClusterConfig) -> Measurements:
     nothing = Measurements(cluster_id=config.id, members=())
     return read_measurements(config.measured) if config.measured else nothing
 
 
-def unknown_edges(config: ClusterConfig) -> list[str]:
-    """Say what plans assume of each edge of which nothing is declared or measured."""
-    measured = _measured(config)
+def describe_unknown_edges(config: ClusterConfig) -> list[str]:
+    """Say what plans assume of each edge without declared or measured figures."""
+    measured = _read_measured(config)
     return [
         f"cluster {config.id}: nothing is known of the edge {edge.name} at {edge.address}, so "
         f"plans begin with {assumed_edge().speed_flop_per_s / _GIGA:g} GFLOP/s: give its "
@@ -154,20 +156,20 @@ def unknown_edges(config: ClusterConfig) -> list[str]:
 
 
 def _is_unknown(config: ClusterConfig, edge: MemberConfig, measured: Measurements) -> bool:
-    known = edge.speed_gflop_per_s or measured.of(edge.name).speed_flop_per_s
+    known = edge.speed_gflop_per_s or measured.find(edge.name).speed_flop_per_s
     return not known and edge in config.edge_machines
 
 
-def _edge(
+def _describe_edge(
     config: ClusterConfig, edge: MemberConfig, measured: Measurements, several: bool
 ) -> EdgeProfile | None:
-    """Describe an edge, None where its place is unknown; the same address is the same machine."""
+    """Describe an edge; None where its address is unknown. Equal addresses are one machine."""
     at_home = edge.name == config.control_unit.name
     is_machine = edge in config.edge_machines
     if is_machine and not edge.address:
         return None
     member = config.control_unit if at_home else edge
-    device = _device(config, member, measured.of(edge.name))
+    device = _describe_device(config, member, measured.find(edge.name))
     profile = assumed_edge() if _is_unknown(config, edge, measured) else device.as_edge
     return replace(
         profile,
@@ -177,7 +179,7 @@ def _edge(
     )
 
 
-def _link_rates(config: ClusterConfig, measured: Measurements) -> tuple[LinkRate, ...]:
+def _collect_link_rates(config: ClusterConfig, measured: Measurements) -> tuple[LinkRate, ...]:
     """Collect the measured rates by device ids, the harmonic mean for links measured both ways."""
     members = (config.control_unit, *config.devices)
     ids = {member.name: [config.device_id(member)] for member in members}
@@ -195,7 +197,9 @@ def _link_rates(config: ClusterConfig, measured: Measurements) -> tuple[LinkRate
     return tuple(LinkRate(ends=e, bit_per_s=harmonic_mean(r)) for e, r in sorted(found.items()))
 
 
-def _device(config: ClusterConfig, member: MemberConfig, measured: Measured) -> DeviceProfile:
+def _describe_device(
+    config: ClusterConfig, member: MemberConfig, measured: Measured
+) -> DeviceProfile:
     with prefix_errors(f"kind of {member.name} in cluster {config.id}"):
         preset = device_preset(member.kind)
     speed = member.speed_gflop_per_s * _GIGA or measured.speed_flop_per_s
@@ -225,7 +229,7 @@ def describe_cluster(config: WorldConfig, index: int, examples: int) -> ClusterP
     with prefix_errors("world.control-unit"):
         device_preset(config.control_unit)
     with prefix_errors("world.devices"):
-        cluster = cluster_of_presets(
+        cluster = build_cluster(
             kinds, config.control_unit, examples, cluster_id=name, radio=config.radio
         )
 
@@ -238,7 +242,7 @@ def describe_cluster(config: WorldConfig, index: int, examples: int) -> ClusterP
     return replace(cluster, devices=tuple(devices))
 
 
-def cluster_of_presets(
+def build_cluster(
     kinds: Sequence[str],
     control_unit: str,
     examples: int,

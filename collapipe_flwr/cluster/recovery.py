@@ -6,15 +6,15 @@ interval the control unit has the state of every part, in a file. When anything 
 is void on all sides: the parts are placed again by a plan for the devices that still answer
 (without moving a block where every stage has a replica left), and the same batches are replayed
 with the same seeds. So no step is applied twice or in part, and the weights are those of an
-undisturbed run on the new plan. The edge is one more host: one that restarts is waited for and gets
-its part again. Where the cluster has another, it is not waited for long: the next one gets the part
-from the control unit, which has the state of all. So it does where an edge answers, and is to blame
-(`Suspects`).
+undisturbed run on the new plan. The edge is one more host: the control unit waits for one that
+restarts, and sends its part again. If the cluster has another edge, it waits less: the next edge
+gets the part from the control unit, which has the state of all parts. The same happens to an edge
+that answers and is to blame (`Suspects`).
 
 With ``snapshot_every`` 0 in the order the round is one interval: its first state came with the
-order and costs nothing, and at most one round is replayed. With S > 0 a loss costs at most S steps,
-and every S steps the weights and optimizer slots of all parts (for AdamW three times the weights)
-are sent to the control unit and back.
+order and costs nothing, and a loss replays at most one round. With S > 0 a loss replays at most S
+steps, and every S steps the weights and optimizer slots of all parts (for AdamW three times the
+weights) are sent to the control unit and back.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ from collapipe_flwr.scheduler.refusal import compared
 from collapipe_flwr.scheduler.replan import ReplanInput, replan, with_head, without_lost
 
 log = logging.getLogger(__name__)
-_draw = random.SystemRandom()  # which nobody can foresee
+_draw = random.SystemRandom()  # nobody can foresee it
 Result = TypeVar("Result")
 MOST_REPLAYS = 2  # of one interval without losing a device: the failure is not transient then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayInterval:
-    """The result of an interval; ``held`` is that of all parts, slots on request."""
+    """The result of an interval; ``held`` has all parts, on request with slots."""
 
     losses: tuple[float, ...]  # per optimizer step; a batch without labels makes none
     probe: EvalResult  # before the first step
@@ -81,11 +81,11 @@ class ReplayInterval:
 
     @property
     def without_notes(self) -> ReplayInterval:
-        """The same without what was noted for an audit."""
+        """The same without the notes for an audit."""
         reports = tuple(replace(each, notes={}, rounding="") for each in self.held.reports)
         return replace(self, held=replace(self.held, reports=reports))
 
-    def remaining(self, order: TrainingOrder) -> TrainingOrder:
+    def advance(self, order: TrainingOrder) -> TrainingOrder:
         """Return what is left of ``order`` after this interval."""
         return replace(
             order,
@@ -111,13 +111,13 @@ def run_interval(
     Raises LinkError when a device or the edge fails or stays silent; then nothing of the interval
     is left on any device.
     """
-    embedding, optimizer = order.placed(build_front(splitter, order))
-    with fleet.chain(splitter, order) as chain:
+    embedding, optimizer = order.place(build_front(splitter, order))
+    with fleet.open_chain(splitter, order) as chain:
         trim_heap(order.compute)  # what sending the segments took
         first = FirstStage(
             embedding,
             optimizer,
-            order.settings(0),
+            order.configure_stage(0),
             downstream=chain.link,
             shared=splitter.sums_shared,
             first_step=order.first_step,
@@ -125,7 +125,7 @@ def run_interval(
             targets=chain.targets,
         )
         with first.tell_neighbours():
-            tested = EvalResult.mean(_losses(first.evaluate(batch) for batch in probe))
+            tested = EvalResult.average(_list_losses(first.evaluate(batch) for batch in probe))
             steps = [first.train_step(batch) for batch in batches]
             first.finish()
         keeps = keep_optimizer()
@@ -169,16 +169,20 @@ def evaluate_chain(
     fleet: Fleet,
     wanted: PredictionConfig | None,
 ) -> EvalResult:
-    """Loss and predictions of one chain without training; raises as ``run_interval``."""
-    embedding, optimizer = order.placed(build_front(splitter, order))
+    """Compute loss and predictions of one chain without training; raises as ``run_interval``."""
+    embedding, optimizer = order.place(build_front(splitter, order))
     taken, generates = tuple(batches), wanted is not None and wanted.generates(splitter.decodes)
     if generates:  # a text stays on the devices that keep its hidden states
         segments = tuple(replace(segment, replicas=()) for segment in order.plan.segments)
         order = replace(order, plan=replace(order.plan, segments=segments))
     predict = "" if wanted is None or generates else wanted.kind
-    with fleet.chain(splitter, order) as chain:
+    with fleet.open_chain(splitter, order) as chain:
         first = FirstStage(
-            embedding, optimizer, order.settings(0), downstream=chain.link, targets=chain.targets
+            embedding,
+            optimizer,
+            order.configure_stage(0),
+            downstream=chain.link,
+            targets=chain.targets,
         )
         with first.tell_neighbours():
             results = [first.evaluate(batch, predict=predict) for batch in taken]
@@ -186,20 +190,20 @@ def evaluate_chain(
             if wanted is not None and generates:
                 assert isinstance(embedding, EmbeddingPart)
                 predictions = generate_texts(
-                    embedding, chain.link, order.settings(0), taken, wanted
+                    embedding, chain.link, order.configure_stage(0), taken, wanted
                 )
             else:
                 first.finish()
-    return EvalResult.mean(_losses(results), predictions)
+    return EvalResult.average(_list_losses(results), predictions)
 
 
-def _losses(results: Iterable[StepResult]) -> Iterator[tuple[float, float]]:
+def _list_losses(results: Iterable[StepResult]) -> Iterator[tuple[float, float]]:
     return ((result.loss, result.weight) for result in results)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """What a round needs to continue without some of its devices."""
+    """The cluster and model by which a round plans again without some of its devices."""
 
     profile: ClusterProfile
     model: Callable[[], ModelProfile]  # called only when a device is lost
@@ -215,8 +219,8 @@ class Interruption:
 
     reason: str
     lost: tuple[str, ...]  # device ids
-    quarantined: bool = False  # it answers, but is to blame
-    untrue: bool = False  # an audit found it
+    quarantined: bool = False  # the lost devices answer, but are to blame
+    untrue: bool = False  # an audit found wrong results
     from_step: int  # replayed from here
     noticed_s: float
     resumed_s: float  # end of the first step of the replay that succeeded
@@ -254,10 +258,10 @@ class RecoveringPipeline:
             check_privacy(order.plan, recovery.profile)
 
     def run(self, batches: Iterable[Batch], probe: Iterable[Batch] = ()) -> None:
-        """Every batch as one step, after testing ``probe``.
+        """Train on every batch as one step, after testing ``probe``.
 
-        Raises InfeasibleError when no plan fits the devices that are left, and LinkError when the
-        edge is gone for good or an interval fails again and again without the loss of a device.
+        Raises InfeasibleError when no plan fits the remaining devices, and LinkError when the edge
+        is lost or an interval fails repeatedly without the loss of a device.
         """
         learning, recovery = self.order.learning, self._recovery
         if learning.audit_share and recovery is not None:
@@ -269,29 +273,31 @@ class RecoveringPipeline:
             buffer.begin()
             # Drawn before the first attempt, and kept for its replays.
             audited = _draw.random() < learning.audit_share
-            once = partial(self._once, buffer, audited)
-            interval = self._until_done(once, lambda: buffer.first_done_s)
+            once = partial(self._run_once, buffer, audited)
+            interval = self._repeat_until_done(once, lambda: buffer.first_done_s)
             if buffer.has_next():
-                self.order = interval.remaining(self.order)
+                self.order = interval.advance(self.order)
                 freed = replace(interval.held, state=PartState(weights={}))
                 interval = replace(interval, held=freed)
             self.intervals.append(interval)
             self._probe, self._done = (), self._done + len(interval.losses)
 
     def test(self, batches: Iterable[Batch], wanted: PredictionConfig | None = None) -> EvalResult:
-        """Loss and predictions of the chain without training it; raises as :meth:`run`."""
+        """Compute loss and predictions without training; raises as :meth:`run`."""
         taken = tuple(batches)
 
         def attempt() -> EvalResult:
             return evaluate_chain(self._splitter, self.order, taken, self._fleet, wanted)
 
-        return self._until_done(attempt, time.monotonic)
+        return self._repeat_until_done(attempt, time.monotonic)
 
-    def _until_done(self, attempt: Callable[[], Result], resumed_s: Callable[[], float]) -> Result:
-        """Repeat, without the devices that each failure cost, until an attempt succeeds.
+    def _repeat_until_done(
+        self, attempt: Callable[[], Result], resumed_s: Callable[[], float]
+    ) -> Result:
+        """Repeat, each time without the devices lost so far, until an attempt succeeds.
 
-        An error that ends the round names all that it has lost: the reply is nothing else. One for
-        which no device is to blame says so itself.
+        An error that ends the round names all lost devices, because the reply holds nothing else.
+        An error for which no device is to blame says so itself.
         """
         try:
             return self._repeat(attempt, resumed_s)
@@ -328,7 +334,7 @@ class RecoveringPipeline:
                 self.incidents += [replace(incident, resumed_s=at_s) for incident in ended]
                 return result
 
-    def _once(self, buffer: ReplayBuffer, audited: bool) -> ReplayInterval:
+    def _run_once(self, buffer: ReplayBuffer, audited: bool) -> ReplayInterval:
         def keeps() -> bool:
             return buffer.has_next() or self.order.keep_optimizer
 
@@ -353,12 +359,12 @@ class RecoveringPipeline:
     def _recover(self, recovery: Recovery, error: LinkError, *, last: bool) -> Interruption:
         """Plan for the devices that answer.
 
-        A lost device stays out until the round is over: with one that comes and goes the interval
-        would be replayed without end. Where all answer, one may be to blame, see `Suspects`.
+        A lost device stays out until the round is over: one that comes and goes would make the
+        interval replay without end. Where all answer, one may be to blame, see `Suspects`.
         """
         noticed_s, plan = time.monotonic(), self.order.plan
         ids = [device.device_id for device in recovery.profile.devices]
-        missing = self._fleet.missing(list(dict.fromkeys((*ids, *plan.device_ids))))
+        missing = self._fleet.find_missing(list(dict.fromkeys((*ids, *plan.device_ids))))
         lost = tuple(name for name in plan.device_ids if name in missing)
         log.warning("cluster %s: %s", plan.cluster_id, error)
         untrue = error.accused if isinstance(error, AuditFailed) else ()
@@ -392,10 +398,10 @@ class RecoveringPipeline:
         )
 
     def _move_edge(self, error: LinkError) -> Interruption | None:
-        """Continue on the next edge that has room; None where there is none.
+        """Continue on the next edge that has room; return None where there is none.
 
-        One that was lost before may be back: it is tried once more after all others. One that
-        answered, and was to blame, is not.
+        An edge that was lost may be back: it is tried once more after all others. An edge that
+        answered and was to blame is not.
         """
         plan, noticed_s, recovery = self.order.plan, time.monotonic(), self._recovery
         lost, answers = self._edges_lost, not isinstance(error, EdgeLost)
@@ -449,7 +455,7 @@ class RecoveringPipeline:
     def _plan_for(
         self, plan: ClusterPlan, present: Collection[str], recovery: Recovery, error: LinkError
     ) -> ClusterPlan:
-        """Plan for the devices that are left; raises InfeasibleError where no plan fits."""
+        """Plan for the remaining devices; raises InfeasibleError where no plan fits."""
         remains = ReplanInput(
             profile=recovery.profile,
             model=recovery.model(),

@@ -1,6 +1,6 @@
-"""Devices on boards: a session on the daemon of each, connected hop by hop over gRPC.
+"""The fleet of devices on boards: a session on each daemon, connected hop by hop over gRPC.
 
-The edge is the last of these sessions.
+The edge has the last of these sessions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Routes:
     edge: NextHop
     links: Sequence[LinkConfig]
 
-    def down(self, holder: StageReplica) -> tuple[NextHop, ...]:
+    def list_next_hops(self, holder: StageReplica) -> tuple[NextHop, ...]:
         """Return the next stage's sessions, in the order of the holder's micro-batches."""
         link = self.links[holder.stage]
         if holder.stage == len(self.order.plan.segments):
@@ -69,25 +69,25 @@ class _Routes:
             for other in holder.turn.meets(len(names))
         )
 
-    def ahead(self, holder: StageReplica) -> NextHop | None:
+    def find_sibling(self, holder: StageReplica) -> NextHop | None:
         """Return the session of the replica before this one; the first has none."""
         if holder.turn.replica == 0:
             return None
         name = holder.segment.device_ids[holder.turn.replica - 1]
         return replace(self.places[name], link=LinkConfig(lanes=0))
 
-    def request(self, splitter: AnySplitter, holder: StageReplica) -> SessionRequest:
+    def make_request(self, splitter: AnySplitter, holder: StageReplica) -> SessionRequest:
         """Build the request that opens the session of one device."""
         order, segment = self.order, holder.segment
         return SessionRequest(
             key=self.places[holder.device_id].key,
             spec_json=splitter.spec.to_json(),
-            stage=order.settings(holder.stage, holder.turn),
+            stage=order.configure_stage(holder.stage, holder.turn),
             placement=Placement(
                 blocks=(segment.first_block, segment.stop_block),
-                next_hops=self.down(holder),
+                next_hops=self.list_next_hops(holder),
                 tx_power_w=order.plan.tx_power_w.get(holder.device_id),
-                sibling=self.ahead(holder),
+                sibling=self.find_sibling(holder),
             ),
             optimizer=order.learning.optimizer,
             keep_optimizer=order.keep_optimizer,
@@ -99,7 +99,7 @@ class _Routes:
 def _set_lane(
     place: NextHop, link: LinkConfig, holder: StageReplica, receiver: ReplicaIndex
 ) -> NextHop:
-    """Give the holder's link its place among those that the receiver reads in turn."""
+    """Set the number of the holder's link among those that the receiver reads in turn."""
     senders = receiver.meets(holder.turn.replicas)
     lane = senders.index(holder.turn.replica)
     return replace(place, link=replace(link, lane=lane, lanes=len(senders)))
@@ -109,10 +109,10 @@ def _set_lane(
 class RemoteFleet:
     """A `Fleet` of the daemons in a cluster file.
 
-    ``edges`` are those to which the last device may send its activations, by their ids. Links are
-    configured by the order; a codec in the cluster file overrides it, and the smaller of two rates
-    counts. Calls end within ``deadline_s``; with a ``heartbeat`` every member also watches the next
-    one, and the control unit watches all.
+    ``edges``, by their ids, may receive the last device's activations. The order configures links;
+    a codec in the cluster file overrides that of the order, and the smaller of two rates counts.
+    Calls end within ``deadline_s``; with a ``heartbeat`` every member also watches the next one,
+    and the control unit watches all.
     """
 
     cluster: ClusterConfig
@@ -121,14 +121,14 @@ class RemoteFleet:
     heartbeat: Heartbeat | None = None
 
     @contextmanager
-    def chain(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[OpenChain]:
-        """See `Fleet.chain`; every session is closed afterwards, as far as devices answer."""
+    def open_chain(self, splitter: AnySplitter, order: TrainingOrder) -> Iterator[OpenChain]:
+        """See `Fleet.open_chain`; every session is closed afterwards, as far as devices answer."""
         with ExitStack() as stack:
             limits = self.cluster.links
             rate_bit_per_s = limits.rate_mbit_per_s * _MEGA or None
-            places = {name: self._hop(name) for name in order.plan.device_ids}
-            last = self._edge_of(order.plan.edge)
-            edge, hop = stack.enter_context(last.session(splitter, order))
+            places = {name: self._make_hop(name) for name in order.plan.device_ids}
+            last = self._find_edge(order.plan.edge)
+            edge, hop = stack.enter_context(last.make_session(splitter, order))
             routes = _Routes(
                 order,
                 places,
@@ -137,15 +137,15 @@ class RemoteFleet:
             )
             sessions = [
                 RemoteStage(
-                    stack.enter_context(self._client(places[holder.device_id])),
-                    routes.request(splitter, holder),
+                    stack.enter_context(self._make_client(places[holder.device_id])),
+                    routes.make_request(splitter, holder),
                 )
                 for holder in order.holders
             ]
-            stack.callback(_at_once, RemoteStage.close, tuple(sessions))
+            stack.callback(_run_at_once, RemoteStage.close, tuple(sessions))
             sessions.append(edge)
-            _at_once(lambda hosted: hosted.open(splitter, order), sessions)
-            targets = last.targets_of(edge)  # before its stage begins
+            _run_at_once(lambda hosted: hosted.open(splitter, order), sessions)
+            targets = last.hold_targets(edge)  # before its stage begins
             first_links = []
             for hosted in sessions[: order.plan.replicas[1]]:
                 first_links.append(hosted.session.stream(name=CONTROL_UNIT, config=routes.links[0]))
@@ -164,27 +164,27 @@ class RemoteFleet:
         """See `OpenChain`; segments go to files as they arrive, `AT_ONCE` at a time."""
         link.close()  # returns when device 1, and with it the chain behind it, has ended
         turn = threading.BoundedSemaphore(AT_ONCE)
-        parts = _at_once(lambda hosted: hosted.collect(keep_optimizer, turn), sessions)
+        parts = _run_at_once(lambda hosted: hosted.collect(keep_optimizer, turn), sessions)
         return reduce(Segments.__add__, parts)
 
-    def missing(self, device_ids: Collection[str]) -> frozenset[str]:
-        """See `Fleet.missing`; a device need not load its libraries to answer.
+    def find_missing(self, device_ids: Collection[str]) -> frozenset[str]:
+        """See `Fleet.find_missing`; a device need not load its libraries to answer.
 
-        Where none answers, this machine may be the one that was held up: all are asked once more,
-        with a longer deadline.
+        Where none answers, this machine itself may have been delayed: all are asked once more, with
+        a longer deadline.
         """
-        cluster = self._cluster_now()
+        cluster = self._read_cluster()
         listed = frozenset(map(cluster.device_id, cluster.devices)).intersection(device_ids)
-        found = self._answering(listed, PROBE_S)
+        found = self._find_answering(listed, PROBE_S)
         if listed and not found:
             _log.warning("no device is there: asking all again")
-            found = self._answering(listed, PATIENT_PROBE_S)
+            found = self._find_answering(listed, PATIENT_PROBE_S)
         return frozenset(device_ids) - found
 
-    def _cluster_now(self) -> ClusterConfig:
-        """Read the cluster from its file, from which a device may be removed during a round.
+    def _read_cluster(self) -> ClusterConfig:
+        """Read the cluster from its file, as a device may be removed during a round.
 
-        A file that cannot be read, as while somebody edits it, must not cost the round.
+        A file that cannot be read, because somebody edits it, must not end the round.
         """
         path = self.cluster.path
         if not self.cluster.version or path is None:
@@ -195,14 +195,14 @@ class RemoteFleet:
             _log.warning("the round goes on with the devices that it began with: %s", error)
             return self.cluster
 
-    def _answering(self, device_ids: Collection[str], within_s: float) -> frozenset[str]:
+    def _find_answering(self, device_ids: Collection[str], within_s: float) -> frozenset[str]:
         asked = replace(self, deadline_s=within_s, heartbeat=None)
         with ThreadPoolExecutor(max(len(device_ids), 1), thread_name_prefix="probe") as pool:
-            return frozenset(compress(device_ids, pool.map(asked._answers, device_ids)))
+            return frozenset(compress(device_ids, pool.map(asked._is_answering, device_ids)))
 
-    def _answers(self, device_id: str) -> bool:
+    def _is_answering(self, device_id: str) -> bool:
         try:
-            with self._client(self._hop(device_id)) as client:
+            with self._make_client(self._make_hop(device_id)) as client:
                 stopping = client.ask_status().stopping
         except LinkError as error:
             _log.warning("%s is lost: %s", device_id, error)
@@ -211,7 +211,7 @@ class RemoteFleet:
             _log.warning("%s is lost: it is stopping", device_id)
         return not stopping
 
-    def _edge_of(self, name: str) -> HostedEdge:
+    def _find_edge(self, name: str) -> HostedEdge:
         """Look up the edge of a plan; raises EdgeLost if the cluster file does not list it."""
         if name not in self.edges:
             raise EdgeLost(
@@ -220,11 +220,11 @@ class RemoteFleet:
             )
         return self.edges[name]
 
-    def _client(self, hop: NextHop) -> HostClient:
+    def _make_client(self, hop: NextHop) -> HostClient:
         tls = self.cluster.tls_files(self.cluster.control_unit.name)
         return HostClient.from_hop(hop, tls, deadline_s=self.deadline_s)
 
-    def _hop(self, device_id: str) -> NextHop:
+    def _make_hop(self, device_id: str) -> NextHop:
         """Address a new session on a device; raises Unreachable if the file does not list it."""
         found = {self.cluster.device_id(member): member for member in self.cluster.devices}
         if device_id not in found:
@@ -242,12 +242,12 @@ class RemoteFleet:
         )
 
 
-def _at_once(
+def _run_at_once(
     work: Callable[[RemoteStage], Answer], sessions: Sequence[RemoteStage]
 ) -> list[Answer]:
     """Do the same with every session in parallel; raises the first one's error.
 
-    A device that answers but fails or refuses is blamed for it.
+    The error blames a device that answers but fails or refuses.
     """
 
     def attributed(hosted: RemoteStage) -> Answer:

@@ -1,4 +1,4 @@
-"""The batches of a round, kept as long as they may have to be trained again."""
+"""The batches of a round, kept while a replay may need them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class ReplayBuffer:
 
     @property
     def kept(self) -> tuple[Batch, ...]:
-        """The batches of the interval, as far as they were given."""
+        """The batches of the interval that were taken so far."""
         return tuple(self._kept)
 
     def has_next(self) -> bool:
-        """Whether there is a batch behind those that were taken."""
+        """Return whether there is a batch behind those that were taken."""
         if self._next is None:
             self._next = next(self._source, None)
         return self._next is not None

@@ -24,7 +24,7 @@ from collapipe_flwr.core.errors import (
 )
 from collapipe_flwr.pipeline.soundness import advise
 
-_SPECIFIC = re.compile(r"\(blocks [\d, -]+\)|[\w.:\[\]-]*\d[\w.:\[\]-]*")  # beside its name
+_SPECIFIC = re.compile(r"\(blocks [\d, -]+\)|[\w.:\[\]-]*\d[\w.:\[\]-]*")  # besides the name
 
 
 class Suspects:

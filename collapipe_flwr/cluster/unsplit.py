@@ -1,4 +1,4 @@
-"""The baseline of every comparison: the same model, batches and optimizer, unsplit in a process."""
+"""The baseline of every comparison: the same model, batches and optimizer, in one process."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def train_unsplit(
     execution: Execution = PLAIN,
     rates: Iterator[float] = CONSTANT,
 ) -> tuple[float, ...]:
-    """One optimizer step per batch of micro-batches that has labels; returns the loss of each.
+    """Take one optimizer step per batch of micro-batches with labels; return their losses.
 
-    ``model`` is what ``splitter`` built. A micro-batch counts with its share of the weight that the
-    mean loss runs over, so a step's gradient is that of the mean over the whole batch however it is
+    ``splitter`` built the ``model``. A micro-batch counts with its share of the weight that the
+    mean loss runs over, so a step's gradient is that of the mean over the whole batch under any
     cut. ``rates`` are the factors of the learning rates, one per step.
     """
     model.train()
@@ -97,4 +97,4 @@ def evaluate_unsplit(
                     best = predict_unsplit(model, micro_batch, scores_of(outputs), wanted)
                     found.append(best.to(CPU))
             predictions.append(tuple(found))
-    return EvalResult.mean(losses, tuple(predictions) if wanted else ())
+    return EvalResult.average(losses, tuple(predictions) if wanted else ())

@@ -115,11 +115,11 @@ class ServedModel:
             compute=self.compute,
         )
         embedding = hold(self.splitter.build_embedding(self.weights), self.compute)
-        with fleet.chain(self.splitter, order) as chain:
+        with fleet.open_chain(self.splitter, order) as chain:
             driver = GenerationDriver(
                 embedding,
                 chain.link,
-                order.settings(0),
+                order.configure_stage(0),
                 cached=not self.splitter.decodes,
                 slots=self.slots,
                 input_name=self.splitter.input_name,
@@ -138,7 +138,7 @@ def make_thread_backend(served: ServedModel, devices: int) -> GenerationBackend:
     return GenerationBackend(
         device_ids=tuple(f"device-{index}" for index in range(1, devices + 1)),
         chain=chain,
-        missing=fleet.missing,
+        missing=fleet.find_missing,
     )
 
 
@@ -202,7 +202,7 @@ def open_daemon_backend(
         yield GenerationBackend(
             device_ids=tuple(n for n in map(cluster.device_id, cluster.devices) if n != own),
             chain=chain,
-            missing=fleet.missing,
+            missing=fleet.find_missing,
         )
 
 

@@ -208,7 +208,7 @@ def ask_cluster(config: ClusterConfig) -> ClusterStatus:
 def _ask_member(
     config: ClusterConfig, known: Measurements, member: MemberConfig, role: Role
 ) -> MemberStatus:
-    measured = known.of(member.name)
+    measured = known.find(member.name)
     speed = member.speed_gflop_per_s * 1e9 or measured.speed_flop_per_s
     memory = int(member.memory_mb * 1e6) or measured.memory_bytes
 

@@ -13,21 +13,15 @@ from collapipe_flwr.pipeline.state import PartState
 
 
 class GivenEdge:
-    """Gives out links to it; nothing is filled and nothing collected."""
+    """Gives out links to it; nothing is collected."""
 
     def __init__(self, connect: Callable[[LinkConfig], AbstractContextManager[Link]]) -> None:
         self._connect = connect
 
     @contextmanager
-    def opened(self, splitter, order) -> Iterator[OpenEdge]:
+    def open(self, splitter, order) -> Iterator[OpenEdge]:
         del splitter, order
-        yield OpenEdge(self, self._connect)
-
-    def open(self) -> None:
-        """Nothing to open."""
-
-    def fill(self, splitter, order) -> None:
-        """Nothing to fill."""
+        yield OpenEdge(self.collect, self._connect)
 
     def collect(self, keep_optimizer, turn) -> Segments:
         del keep_optimizer, turn

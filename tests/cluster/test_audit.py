@@ -202,7 +202,7 @@ def test_who_lies_of_its_frames_is_among_those_named(
     assert named.isdisjoint(result.plan.device_ids)
     if len(named) > 1:
         (why,) = set(result.quarantined.values())
-        assert "or A/d1 says so falsely" in why
+        assert "or A/d1 claims so falsely" in why
 
 
 CASES: dict[str, dict[str, Any]] = {

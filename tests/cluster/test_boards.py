@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
-from collapipe_flwr.cluster.boards import BoardSetting, Cut, board_room, judge, survey
+from collapipe_flwr.cluster.boards import BoardSetting, Cut, find_board_bytes, judge, survey
 from collapipe_flwr.cluster.forecast import ModelChoice
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.errors import ConfigError
@@ -104,13 +104,13 @@ def test_a_block_larger_than_the_board_fits_no_number_of_them() -> None:
 
 
 def test_a_board_is_known_by_its_kind_or_by_its_memory() -> None:
-    assert board_room("raspberry-pi-5") == PRESETS["raspberry-pi-5"].memory_bytes
-    assert board_room("raspberry-pi-5-8gb") == PRESETS["raspberry-pi-5"].memory_bytes
-    assert board_room("raspberry-pi-4-4gb") == PRESETS["raspberry-pi-4"].memory_bytes
-    assert board_room("anything-2gb") == 1.5 * 2**30
+    assert find_board_bytes("raspberry-pi-5") == PRESETS["raspberry-pi-5"].memory_bytes
+    assert find_board_bytes("raspberry-pi-5-8gb") == PRESETS["raspberry-pi-5"].memory_bytes
+    assert find_board_bytes("raspberry-pi-4-4gb") == PRESETS["raspberry-pi-4"].memory_bytes
+    assert find_board_bytes("anything-2gb") == 1.5 * 2**30
     for name in ("toaster", "0gb", "8gb-board"):
         with pytest.raises(ConfigError, match="any name that ends in its memory"):
-            board_room(name)
+            find_board_bytes(name)
 
 
 def ask(**changes: object) -> ModelChoice:

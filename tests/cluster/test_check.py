@@ -18,12 +18,18 @@ from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
 from collapipe_flwr.cluster import check
-from collapipe_flwr.cluster.check import CheckSettings, check_cluster, fitted, measured_ways, ways
+from collapipe_flwr.cluster.check import (
+    CheckSettings,
+    check_cluster,
+    choose_ways,
+    fit_speed,
+    list_ways,
+)
 from collapipe_flwr.cluster.profile import (
     Measured,
     MeasuredLink,
     Measurements,
-    profile_of,
+    profile_cluster,
     read_measurements,
 )
 from collapipe_flwr.config.cluster_file import parse_cluster, read_cluster
@@ -85,7 +91,7 @@ def test_members_are_measured_and_the_missing_one_is_named(tmp_path: Path) -> No
     assert first["rate_bit_per_s"] > 1e6 and 0 < first["delay_s"] < 1
     assert 10e6 < first["idle_bytes"] < 64 * 2**20
     assert second["speed_flop_per_s"] is None and "no answer" in second["fault"]
-    profile = profile_of(read_cluster(path), examples=7)
+    profile = profile_cluster(read_cluster(path), examples=7)
     assert profile.devices[0].speed_flop_per_s == first["speed_flop_per_s"]
     assert profile.devices[0].overhead_s == first["overhead_s"] >= 0
     assert profile.devices[0].memory_bytes == first["memory_bytes"]
@@ -101,7 +107,7 @@ def test_a_member_of_another_version_is_named_and_not_measured(
         monkeypatch.setattr("collapipe_flwr.__version__", "0.0.9")
         config = read_cluster(_cluster(tmp_path, daemon.address))
         block = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=0.1)
-        found = check_cluster(config, CheckSettings(block=block), lambda _: None).of("pi-1")
+        found = check_cluster(config, CheckSettings(block=block), lambda _: None).find("pi-1")
     assert f"version {theirs} of CollaPipe, and this machine version 0.0.9" in found.fault
     assert found.speed_flop_per_s is None
 
@@ -171,7 +177,7 @@ def test_a_cluster_that_trains_is_busy_and_neither_broken_nor_disturbed(
     after = read_measurements(figures)  # plans go on with what was known
     assert after.links == before.links and after.busy == names
     assert [m.speed_flop_per_s for m in after.members] == [7e9] * 4
-    assert after.of("pi-2").rate_bit_per_s == 3e6 and after.of("pi-2").clock_ahead_s is not None
+    assert after.find("pi-2").rate_bit_per_s == 3e6 and after.find("pi-2").clock_ahead_s is not None
 
 
 def test_who_begins_to_train_during_the_check_is_busy(
@@ -187,8 +193,8 @@ def test_who_begins_to_train_during_the_check_is_busy(
     monkeypatch.setattr(HostClient, "measure_way", begin)
     block = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=0.05)
     found = check_cluster(read_cluster(pair), CheckSettings(block=block), lambda _: None)
-    assert found.busy == ("pi-1",) and not found.of("pi-1").fault
-    assert found.of("pi-2").speed_flop_per_s is not None
+    assert found.busy == ("pi-1",) and not found.find("pi-1").fault
+    assert found.find("pi-2").speed_flop_per_s is not None
 
 
 @pytest.mark.parametrize(
@@ -237,8 +243,8 @@ def test_of_a_device_that_dials_it_is_said_who_passes_on_its_calls(tmp_path: Pat
     sign_all(tmp_path / "certs", {"control-unit": ()})
     with DialRelay("127.0.0.1:0", lambda: [config]) as relay:
         phone = replace(config.devices[0], address=relay.address)
-        assert "has not dialled in" in check._advice(config, phone, Unreachable("gone"))
-    said = check._advice(config, phone, Unreachable("gone"))
+        assert "has not dialled in" in check._advise(config, phone, Unreachable("gone"))
+    said = check._advise(config, phone, Unreachable("gone"))
     assert f"no answer at {relay.address}, where its control unit relays" in said
 
 
@@ -276,7 +282,7 @@ def test_a_whole_cluster_with_tls_ends_with_0_and_knows_every_link(secured: Path
     assert found_ways == {("pi-1", "pi-2"), ("pi-2", "pi-1"), ("pi-1", "edge"), ("pi-2", "edge")}
     assert all(link["rate_bit_per_s"] > 1e6 and not link["fault"] for link in values["links"])
     assert all(abs(m["clock_ahead_s"]) < 5 for m in values["members"][1:])
-    assert read_measurements(found).of("pi-1").speed_flop_per_s > 1e7
+    assert read_measurements(found).find("pi-1").speed_flop_per_s > 1e7
 
 
 def _mends(path: Path) -> str:
@@ -308,13 +314,13 @@ def test_a_clock_and_a_memory_to_mend_are_said_so(secured: Path) -> None:
     block = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=0.1)
     late = CheckSettings(block=block, clock=lambda: time.time() - 3600)
     found = check_cluster(config, late, lambda _: None)
-    fault = found.of("pi-1").fault
+    fault = found.find("pi-1").fault
     assert fault.startswith("its clock is 3600 s ahead of the one here: set both")
     small = replace(config.devices[0], memory_mb=1e9)
     found = check_cluster(
         replace(config, devices=(small,)), CheckSettings(block=block), lambda _: None
     )
-    assert "the file lets training use 1e+09 MB" in found.of("pi-1").fault
+    assert "the file lets training use 1e+09 MB" in found.find("pi-1").fault
 
 
 def test_links_are_measured_although_members_get_longer_than_a_probe_may_take(
@@ -333,13 +339,13 @@ def test_a_large_cluster_is_measured_round_by_round_and_the_rest_is_said(
 ) -> None:
     addresses = [f"127.0.0.1:{port}" for port in range(1, 13)]
     large = read_cluster(_cluster(tmp_path, *addresses, more='edge.address = "127.0.0.1:20"'))
-    everything = ways(large)
+    everything = list_ways(large)
     assert len(everything) == len(set(everything)) == 12 + 12 * 11
-    few = measured_ways(large, CheckSettings(most_links=24))
+    few = choose_ways(large, CheckSettings(most_links=24))
     assert len(few) == 24 and few == everything[:24]
     assert {source for source, _ in few} == set(large.devices)
     assert {target for _, target in few} == {*large.devices, large.edge}
-    assert measured_ways(large, CheckSettings(most_links=0)) == everything
+    assert choose_ways(large, CheckSettings(most_links=0)) == everything
     done = _check(secured, "--most-links", "3")
     assert done.exit_code == 0, done.stdout + done.stderr
     assert "1 more links between devices were not measured" in done.stdout
@@ -351,7 +357,7 @@ def test_declared_figures_win_over_those_of_the_kind(tmp_path: Path) -> None:
         'id = "g"\n[links]\nbandwidth-mhz = 10\n[[device]]\nname = "a"\naddress = "h:1"\n'
         "speed-gflop-per-s = 2.5\nmemory-mb = 100\nenergy-per-gflop-j = 0.5\ntx-power-w = 0.2\n"
     )
-    profile = profile_of(read_cluster(path), examples=7)
+    profile = profile_cluster(read_cluster(path), examples=7)
     device = profile.devices[0]
     assert (device.speed_flop_per_s, device.memory_bytes) == (2.5e9, 100_000_000)
     assert device.energy_per_flop_j == pytest.approx(0.5e-9)
@@ -374,7 +380,7 @@ def test_measured_links_reach_the_profile(tmp_path: Path) -> None:
         links=tuple(MeasuredLink(source=a, target=b, rate_bit_per_s=rate) for a, b, rate in ways),
     )
     (tmp_path / "found.json").write_text(to_json(found))
-    rates = profile_of(read_cluster(path), examples=7).link_rates
+    rates = profile_cluster(read_cluster(path), examples=7).link_rates
     assert {link.ends: link.bit_per_s for link in rates} == {
         ("", "g/d1"): 5e6,
         ("g/control-unit", "g/d1"): 9e6,
@@ -386,7 +392,7 @@ def test_an_unknown_kind_is_blamed_on_its_member(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text('id = "g"\n[[device]]\nname = "a"\naddress = "h:1"\nkind = "toaster"\n')
     with pytest.raises(ConfigError, match="kind of a in cluster g: unknown device kind 'toaster'"):
-        profile_of(read_cluster(path), examples=7)
+        profile_cluster(read_cluster(path), examples=7)
 
 
 def test_the_benchmark_counts_its_matrix_products_and_takes_the_mean() -> None:
@@ -409,7 +415,7 @@ def test_speed_and_overhead_are_told_apart_by_two_sizes() -> None:
     def answer(examples: int, seconds: float) -> BenchmarkAnswer:
         return BenchmarkAnswer(flop=2e9 * examples, seconds=seconds, memory_bytes=1)
 
-    speed, overhead_s = fitted(answer(8, 1.6 + 0.3), answer(1, 0.2 + 0.3))
+    speed, overhead_s = fit_speed(answer(8, 1.6 + 0.3), answer(1, 0.2 + 0.3))
     assert (speed, overhead_s) == (pytest.approx(1e10), pytest.approx(0.3))
-    slower_alone = fitted(answer(8, 1.6), answer(1, 1.7))  # noise: nothing can be told apart
+    slower_alone = fit_speed(answer(8, 1.6), answer(1, 1.7))  # noise: nothing can be told apart
     assert slower_alone == (pytest.approx(1e10), 0.0)

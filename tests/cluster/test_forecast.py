@@ -17,7 +17,7 @@ from collapipe_flwr.cluster.forecast import (
     build_model,
     forecast,
 )
-from collapipe_flwr.cluster.profile import cluster_of_presets
+from collapipe_flwr.cluster.profile import build_cluster
 from collapipe_flwr.core.errors import ConfigError, ModelError
 from collapipe_flwr.models.profile import profile_model, time_block
 from collapipe_flwr.models.spec import BatchShape
@@ -54,7 +54,7 @@ def request(model_type: str, task: str = "", length: int = 12) -> ModelChoice:
 
 
 def found(model_type: str, devices: list[str], seconds: float = 0.0) -> Forecast:
-    cluster = cluster_of_presets(devices, "raspberry-pi-5", examples=16) if devices else None
+    cluster = build_cluster(devices, "raspberry-pi-5", examples=16) if devices else None
     return forecast(build_model(request(model_type)), SHAPE, cluster, SETTINGS, seconds=seconds)
 
 
@@ -90,7 +90,7 @@ def test_what_does_not_fit_says_why() -> None:
     large = ModelChoice(
         model="llama", overrides={"num_hidden_layers": 2, "vocab_size": 100}, shape=SHAPE
     )
-    cluster = cluster_of_presets(["phone"], "raspberry-pi-5", examples=16)
+    cluster = build_cluster(["phone"], "raspberry-pi-5", examples=16)
     forecast_ = forecast(build_model(large), SHAPE, cluster, SETTINGS, seconds=0.0)
     assert forecast_.plan is None
     assert "does not fit: cluster 'these-devices': no plan fits its memories" in forecast_.verdict
@@ -121,7 +121,7 @@ def test_bad_wishes_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot do the task"):
         build_model(request("gpt2", task="seq2seq"))
     with pytest.raises(ConfigError, match="unknown device kind 'toaster'"):
-        cluster_of_presets(["toaster"], "raspberry-pi-5", 1)
+        build_cluster(["toaster"], "raspberry-pi-5", 1)
 
 
 def run(*arguments: str) -> tuple[int, str]:

@@ -214,8 +214,8 @@ def test_a_link_that_breaks_behind_the_loss_of_a_device_does_not_hide_it(
 class Flickering(ThreadFleet):
     """Whose devices answer again as soon as somebody else was lost."""
 
-    def missing(self, device_ids: Collection[str]) -> frozenset[str]:
-        lost = super().missing(device_ids)
+    def find_missing(self, device_ids: Collection[str]) -> frozenset[str]:
+        lost = super().find_missing(device_ids)
         self._crashed.clear()
         return lost
 
@@ -265,11 +265,11 @@ class LosesEdge(ThreadEdge):
 
     begun = 0
 
-    def opened(self, splitter, order):
+    def open(self, splitter, order):
         self.begun += 1
         if self.begun > 1:
             raise EdgeLost("edge at 10.0.0.9:50061 cannot be reached")
-        return super().opened(splitter, order)
+        return super().open(splitter, order)
 
 
 def test_an_edge_that_is_gone_does_not_hide_what_broke_first(splitter: Splitter, first) -> None:

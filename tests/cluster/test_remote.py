@@ -35,7 +35,7 @@ def fleet(*addresses: str) -> RemoteFleet:
 def test_a_daemon_that_has_not_loaded_torch_is_there(tmp_path: Path) -> None:
     with running(Daemon("device", first=where_torch_never_loads(tmp_path))) as (daemon,):
         boards = fleet(daemon.address, "127.0.0.1:1")
-        assert boards.missing(["shed/0", "shed/1"]) == {"shed/1"}
+        assert boards.find_missing(["shed/0", "shed/1"]) == {"shed/1"}
         with HostClient(daemon.address) as client:
             assert not client.ask_status().awake
 
@@ -53,20 +53,22 @@ def test_where_none_answers_all_are_asked_again(monkeypatch: pytest.MonkeyPatch)
                 daemon.process.send_signal(signal.SIGCONT)
 
         monkeypatch.setattr("collapipe_flwr.cluster.remote._log.warning", go_on)
-        assert boards.missing(both) == {"shed/1"}
+        assert boards.find_missing(both) == {"shed/1"}
         daemon.process.send_signal(signal.SIGSTOP)
         with HostServer("127.0.0.1:0", service()) as other:
-            assert fleet(daemon.address, other.address).missing(both) == {"shed/0"}  # not again
+            assert fleet(daemon.address, other.address).find_missing(both) == {
+                "shed/0"
+            }  # not again
 
 
 def test_a_daemon_that_is_stopping_is_lost() -> None:
     with HostServer("127.0.0.1:0", service()) as server, HostClient(server.address) as client:
         boards = fleet(server.address)
         client.open_session(request())
-        assert boards.missing(["shed/0"]) == frozenset()
+        assert boards.find_missing(["shed/0"]) == frozenset()
         drain = threading.Thread(target=server.drain, args=(60.0,))
         drain.start()
-        while drain.is_alive() and not boards.missing(["shed/0"]):
+        while drain.is_alive() and not boards.find_missing(["shed/0"]):
             pass
         assert drain.is_alive()
         client.get_session(session_key()).close()
@@ -82,5 +84,5 @@ def test_a_cluster_file_that_is_being_edited_costs_no_device(
         file.write_text(f'id = "shed"\nversion = 1\n{device}')
         boards = RemoteFleet(cluster=read_cluster(file), edges={"": NOWHERE})
         file.write_text("[[device")
-        assert boards.missing(["shed/0"]) == frozenset()
+        assert boards.find_missing(["shed/0"]) == frozenset()
     assert f"cluster file {file} is not TOML" in caplog.text

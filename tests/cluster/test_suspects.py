@@ -199,10 +199,10 @@ class Edges(ThreadEdge):
         self.failing, self.tried = failing, []
 
     @contextmanager
-    def opened(self, splitter, order):
+    def open(self, splitter, order):
         how = self.failing.get(order.plan.edge, "")
         self.tried.append(order.plan.edge)
-        with super().opened(splitter, order) as part:
+        with super().open(splitter, order) as part:
 
             def collect(*more):
                 if how == "loss":

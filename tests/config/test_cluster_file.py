@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.cluster.profile import profile_of
+from collapipe_flwr.cluster.profile import profile_cluster
 from collapipe_flwr.config.cluster_file import (
     Role,
     format_cluster,
@@ -187,7 +187,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path, text: str | None, words: st
 def test_a_device_is_trusted_where_the_file_says_so() -> None:
     trusted = {**DEVICES[0], "trusted": True}
     cluster = parse_cluster({"id": "g", "device": [trusted, DEVICES[1]]}, Path())
-    assert [device.trusted for device in profile_of(cluster, 1).devices] == [True, False]
+    assert [device.trusted for device in profile_cluster(cluster, 1).devices] == [True, False]
     assert parse_cluster(tomllib.loads(format_cluster(cluster)), Path()) == cluster
 
 

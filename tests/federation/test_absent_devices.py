@@ -191,7 +191,7 @@ def test_a_control_unit_tells_who_was_lost_and_who_was_at_fault():
     result = ClusterResult(
         weights=LazyMapping({}),
         losses=(),
-        probe=EvalResult.mean([]),
+        probe=EvalResult.average([]),
         reports=(),
         wall_s=1.0,
         plan=CUT.plan(),

@@ -165,7 +165,7 @@ def test_the_result_is_that_of_plain_flower() -> None:
 
 
 def test_a_clusters_seconds_count_from_its_order_to_its_reply(monkeypatch) -> None:
-    read, missing, slow_s = Cluster._weights, ThreadFleet.missing, 0.4
+    read, missing, slow_s = Cluster._weights, ThreadFleet.find_missing, 0.4
 
     def slowly_read(cluster: Cluster, arrays: ArrayRecord) -> Weights:
         time.sleep(slow_s)
@@ -178,7 +178,7 @@ def test_a_clusters_seconds_count_from_its_order_to_its_reply(monkeypatch) -> No
     records: list[RoundRecord] = []
     strategy = collapipe(FedAvg(), model=split(), optimizer=RULE, on_round=records.append)
     monkeypatch.setattr(Cluster, "_weights", slowly_read)
-    monkeypatch.setattr(ThreadFleet, "missing", slowly_missing)
+    monkeypatch.setattr(ThreadFleet, "find_missing", slowly_missing)
     run(strategy, client(), rounds=1)
     assert all(told.wall_s > 2 * slow_s for told in records[0].telemetry.values())
 
@@ -230,9 +230,9 @@ def test_texts_that_are_longer_than_planned_are_refused() -> None:
 def test_examples_of_a_plain_module_that_are_larger_than_planned_are_refused() -> None:
     fits, long = ((torch.zeros(2, length, 3), torch.zeros(2).long()) for length in (4, 5))
     planned = {"inputs": (4, 3)}
-    assert len(list(LoaderBatches(loader=[fits], planned=planned).steps(2, 1))) == 1
+    assert len(list(LoaderBatches(loader=[fits], planned=planned).cut_steps(2, 1))) == 1
     with pytest.raises(DataError, match=r"'inputs' of shape \(5, 3\).*planned for \(4, 3\)"):
-        list(LoaderBatches(loader=[long], planned=planned).steps(2, 1))
+        list(LoaderBatches(loader=[long], planned=planned).cut_steps(2, 1))
 
 
 class Stream(IterableDataset):
@@ -244,8 +244,8 @@ class Stream(IterableDataset):
 
 def test_a_stream_of_examples_is_a_loader() -> None:
     batches = LoaderBatches(loader=DataLoader(Stream(), batch_size=BATCH), epochs=2)
-    assert batches.num_batches(BATCH) == 0
-    assert [len(step) for step in batches.steps(BATCH, 2)] == [4, 4, 2] * 2
+    assert batches.count_batches(BATCH) == 0
+    assert [len(step) for step in batches.cut_steps(BATCH, 2)] == [4, 4, 2] * 2
     assert batches.examples == EXAMPLES
 
 
@@ -274,11 +274,13 @@ class PerWorker(IterableDataset):
 
 
 def test_smaller_batches_between_workers_are_refused_with_what_to_change() -> None:
-    steps = LoaderBatches(loader=DataLoader(PerWorker(), batch_size=4, num_workers=2)).steps(4, 2)
+    steps = LoaderBatches(loader=DataLoader(PerWorker(), batch_size=4, num_workers=2)).cut_steps(
+        4, 2
+    )
     with pytest.raises(DataError, match=r"a batch of 1 .*IterableDataset.* drop_last=True or num_"):
         list(steps)
     dropping = DataLoader(PerWorker(), batch_size=4, num_workers=2, drop_last=True)
-    assert len(list(LoaderBatches(loader=dropping).steps(4, 2))) == 2
+    assert len(list(LoaderBatches(loader=dropping).cut_steps(4, 2))) == 2
 
 
 def test_a_large_test_batch_is_tested_in_parts_whose_predictions_fit_into_a_frame() -> None:
@@ -292,14 +294,14 @@ def test_a_large_test_batch_is_tested_in_parts_whose_predictions_fit_into_a_fram
 def test_a_data_set_is_no_loader() -> None:
     batches = LoaderBatches(loader=[(torch.zeros(3), torch.tensor(1))])
     with pytest.raises(DataError, match=r"'labels' of a batch is a single number.* a DataLoader"):
-        list(batches.steps(BATCH, 2))
+        list(batches.cut_steps(BATCH, 2))
 
 
 @pytest.mark.parametrize(("loader", "epoch"), [([], 1), (iter(loader(1)), 2)])
 def test_an_epoch_without_a_batch_is_refused(loader, epoch: int) -> None:
     batches = LoaderBatches(loader=loader, epochs=2)
     with pytest.raises(DataError, match=f"no batch in epoch {epoch}"):
-        list(batches.steps(BATCH, BATCH))
+        list(batches.cut_steps(BATCH, BATCH))
 
 
 def test_personal_arrays_survive_a_checkpoint() -> None:

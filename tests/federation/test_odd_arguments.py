@@ -82,7 +82,7 @@ def forget(*_: object, **__: object) -> None:
 
 def steps_of(batches: Any) -> list[object]:
     """What a cluster trains on, of what a client hands over."""
-    return list(LoaderBatches(loader=batches).steps(8, 8))
+    return list(LoaderBatches(loader=batches).cut_steps(8, 8))
 
 
 def _run(strategy: CollaPipe, app: ClientApp) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord
 
-from collapipe_flwr.cluster.control_unit import joined
+from collapipe_flwr.cluster.control_unit import join_reports
 from collapipe_flwr.cluster.order import CONTROL_UNIT
 from collapipe_flwr.core.domain import BlockCost, LinkRate, ModelProfile, Movement
 from collapipe_flwr.core.errors import ConfigError, ScheduleError
@@ -263,7 +263,7 @@ def test_a_round_that_lost_its_last_device_splits_bytes_and_norms_as_its_legs_di
         examples=128,
         wall_s=1.0,
         losses=(2.0, 1.5, 1.2, 1.0),
-        reports=joined((before, after)),
+        reports=join_reports((before, after)),
         edge=report("edge", 4.0, 2.0) + report("edge", 4.0, 2.0),
     )
     assert round_told.link_bytes == {"d2d": 730, "d2e": 220}

@@ -90,4 +90,4 @@ def test_evaluating_changes_nothing_that_is_learnt(run_app: RunApp, shared_run: 
 def test_too_few_test_examples() -> None:
     data = LocalData(parse({"data.test-examples": 1}), DataPlace(index=0, count=2), None)
     with pytest.raises(DataError, match="1 test examples are too few for 2 clusters"):
-        list(data.test_steps(batch_size=4, micro_batch_size=2))
+        list(data.cut_test_steps(batch_size=4, micro_batch_size=2))

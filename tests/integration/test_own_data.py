@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from client_app.app import app as client_app
-from collapipe_flwr.cluster.local_data import own_data
+from collapipe_flwr.cluster.local_data import read_own_data
 from collapipe_flwr.config.schema import parse
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import Value
@@ -114,4 +114,4 @@ def test_a_node_config_that_makes_no_sense_is_refused(
     node_config: dict[str, Value], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        own_data(node_config)
+        read_own_data(node_config)

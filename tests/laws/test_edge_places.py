@@ -16,7 +16,7 @@ from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
 from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
-from collapipe_flwr.cluster.profile import describe_cluster, profile_of, unknown_edges
+from collapipe_flwr.cluster.profile import describe_cluster, describe_unknown_edges, profile_cluster
 from collapipe_flwr.config.cluster_file import parse_cluster
 from collapipe_flwr.config.privacy import PrivacyConfig
 from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
@@ -161,7 +161,7 @@ def place(name: str) -> Iterator[Place]:
             values["edge"] = [*tables, {"name": "control-unit"}]
             boards = [edge, spare, *boards]
         cluster = parse_cluster(values, Path())
-        described = partial(profile_of, cluster)
+        described = partial(profile_cluster, cluster)
         site = Site(index=0, edge=EdgeConfig(), cluster=cluster, simulated=described, train=train)
         run_s = edge.address if name == "the run's" else ""
         yield Place(site, run_s, (edge, *boards), SEVERAL.get(name, ""))
@@ -312,11 +312,11 @@ def test_a_plan_prices_the_edge_that_a_round_will_have() -> None:
 
     def edge_of(planning: Planning, **edge: object) -> EdgeProfile:
         cluster = parse_cluster({**values, "edge": edge}, Path())
-        planned = planning.described(profile_of(cluster, 10), model)
+        planned = planning.described(profile_cluster(cluster, 10), model)
         assert planned.edge is not None
         return planned.edge
 
-    unit = profile_of(parse_cluster(values, Path()), 10).control_unit
+    unit = profile_cluster(parse_cluster(values, Path()), 10).control_unit
     home = edge_of(Planning())
     assert home.device_id == unit.device_id
     assert home.speed_flop_per_s == unit.speed_flop_per_s
@@ -330,11 +330,11 @@ def test_what_is_assumed_of_an_edge_is_said_in_one_line() -> None:
     devices = [{"name": name, "address": f"{name}:1"} for name in ("d0", "d1")]
     values = {"id": "A", "device": devices}
     for edge, lines in (({}, 0), ({"address": "e:1"}, 1), ({"name": "d0"}, 0)):
-        found = unknown_edges(parse_cluster({**values, "edge": edge}, Path()))
+        found = describe_unknown_edges(parse_cluster({**values, "edge": edge}, Path()))
         assert len(found) == lines
         assert all("nothing is known of the edge edge at e:1" in line for line in found)
     known = {**values, "edge": {"address": "e:1", "speed-gflop-per-s": 3}}
-    assert not unknown_edges(parse_cluster(known, Path()))
+    assert not describe_unknown_edges(parse_cluster(known, Path()))
 
 
 def test_an_edge_that_is_the_only_device_is_refused() -> None:
@@ -346,7 +346,7 @@ def test_an_edge_that_is_the_only_device_is_refused() -> None:
 def test_a_device_that_is_the_edge_holds_no_block_unless_labels_stay_at_home() -> None:
     devices = [{"name": f"d{n}", "address": f"d{n}:1"} for n in range(3)]
     cluster = parse_cluster({"id": "A", "device": devices, "edge": {"name": "d1"}}, Path())
-    profile = profile_of(cluster, 10)
+    profile = profile_cluster(cluster, 10)
     assert profile.edge is not None and profile.edge.name == "d1:1"
     model = ModelShape(blocks=2, width=64).profile()
 

@@ -158,7 +158,7 @@ def test_a_frame_holds_clipped_states_and_noise_of_its_place_alone() -> None:
 
 def test_only_the_device_that_adds_noise_is_told_its_secret() -> None:
     asked = order_of(CUTS[2], {}, SGD, activations=NOISE)
-    told = [asked.settings(stage).activations for stage in range(4)]
+    told = [asked.configure_stage(stage).activations for stage in range(4)]
     assert told == [None, None, NOISE, None]
     assert asked.edge_settings.activations is None
     assert "aa" not in repr(NOISE)

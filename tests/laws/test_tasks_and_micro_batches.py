@@ -44,8 +44,8 @@ def step(values: dict[str, Value], size: int, bucketing: str = "none") -> list[d
     """The micro-batches of the one step of round 1."""
     config = parse({**values, "data.bucketing": bucketing})
     local = LocalData(config, DataPlace(index=0, count=1), None)
-    chosen = local.chosen(1)
-    (found,) = local.steps(chosen, 1, batch_size=EXAMPLES, micro_batch_size=size)
+    chosen = local.draw_examples(1)
+    (found,) = local.cut_steps(chosen, 1, batch_size=EXAMPLES, micro_batch_size=size)
     return found
 
 
@@ -100,13 +100,13 @@ def test_the_first_bucket_of_a_step_is_any_and_the_same_one_again(tmp_path: Path
     """It stands for all where gradient noise is measured: not the one of the shortest examples."""
     config = parse({**values_of("translation", tmp_path), "data.bucketing": "tokens"})
     local = LocalData(config, DataPlace(index=0, count=1), None)
-    chosen = local.chosen(1)
+    chosen = local.draw_examples(1)
 
     def orders() -> list[list[int]]:
         return [
             [micro_batch["input_ids"].shape[1] for micro_batch in step]
             for index in range(12)
-            for step in local.steps(chosen, index, batch_size=EXAMPLES, micro_batch_size=2)
+            for step in local.cut_steps(chosen, index, batch_size=EXAMPLES, micro_batch_size=2)
         ]
 
     found = orders()

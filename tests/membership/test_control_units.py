@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from collapipe_flwr.cluster.profile import profile_of
+from collapipe_flwr.cluster.profile import profile_cluster
 from collapipe_flwr.config.cluster_file import Role, read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.host.rosters import Rosters
@@ -150,8 +150,8 @@ def test_rosters_and_figures_of_newcomers_reach_it_while_it_runs(
     assert (states[UNIT], states["pi-1"]) == (READY, BEHIND)  # which runs since a moment ago
     now = read_cluster(path)
     assert now.version == registry.cluster().version and names(now) == {"pi-1", "pi-2"}
-    assert [d.speed_flop_per_s for d in profile_of(now, 1).devices] == [7e9, 7e9]
-    assert read_figures(now).of("pi-1") == checked[0]  # without the address, as it was noted here
+    assert [d.speed_flop_per_s for d in profile_cluster(now, 1).devices] == [7e9, 7e9]
+    assert read_figures(now).find("pi-1") == checked[0]  # without the address, as it was noted here
 
 
 def test_one_that_was_removed_is_refused_at_once_and_another_takes_its_place(

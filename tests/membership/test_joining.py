@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 from collapipe_flwr.cli import app
 from collapipe_flwr.cli import joining as cli
-from collapipe_flwr.cluster.profile import Measured, profile_of
+from collapipe_flwr.cluster.profile import Measured, profile_cluster
 from collapipe_flwr.config.access_control import SERVICE_NAME, access_control
 from collapipe_flwr.config.cluster_file import MemberConfig, Role
 from collapipe_flwr.core.errors import ConfigError, LinkError
@@ -86,7 +86,7 @@ def test_plans_know_what_a_board_measured_of_itself(
     tmp_path: Path, registry: Registry, joining: JoiningService
 ) -> None:
     joined(joining, print_token(registry), board(tmp_path, "pi-1"))
-    (device,) = profile_of(registry.cluster(), 1).devices
+    (device,) = profile_cluster(registry.cluster(), 1).devices
     assert (device.speed_flop_per_s, device.memory_bytes) == (7e9, 10**9)
     assert (device.device_id, device.overhead_s) == (f"{ID}/pi-1", 0.01)
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
-from collapipe_flwr.cluster.edges import edge_here
+from collapipe_flwr.cluster.edges import serve_edge
 from collapipe_flwr.config.cluster_file import MemberConfig, Role, read_cluster
 from collapipe_flwr.config.privacy import PrivacyConfig
 from collapipe_flwr.core.errors import LinkError, LinkTimeout, ProtocolError
@@ -218,7 +218,7 @@ def test_a_control_unit_that_is_the_edge_cuts_a_removed_device_within_its_round(
 ) -> None:
     """Nobody brings it a roster: its file is replaced by another process."""
     hosted = service()
-    with edge_here(registry.cluster(), hosted) as address:
+    with serve_edge(registry.cluster(), hosted) as address:
         tls = [member.cluster.tls_files(member.name) for member in pair]
         own = registry.cluster().tls_files(UNIT)
         hub, first, second = (

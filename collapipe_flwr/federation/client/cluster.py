@@ -33,8 +33,8 @@ from collapipe_flwr.cluster.loader import (
     CountedBatches,
     LoaderBatches,
     SampledBatches,
-    join,
-    stack,
+    join_parts,
+    stack_rows,
 )
 from collapipe_flwr.cluster.privacy import check_private, draw_privacy
 from collapipe_flwr.cluster.profile import describe_cluster
@@ -231,7 +231,7 @@ class Cluster:
                 examples=batches.population,
                 batch=size,
                 noise_multiplier=noise.noise_multiplier,
-                steps=batches.num_batches(size),
+                steps=batches.count_batches(size),
             )
             for size in (asked.sizes[0], batches.largest_batch)
         )
@@ -281,7 +281,7 @@ class Cluster:
                 )
             if not isinstance(batches, TestSet):
                 batches = LoaderTest(loader=batches, metrics=metrics)
-            found = asked.test(weights, batches.steps(*asked.sizes), batches.wanted)
+            found = asked.test(weights, batches.cut_steps(*asked.sizes), batches.wanted)
         scores = MetricRecord({"eval_loss": found.loss, **batches.scores(found)})
         return Message(RecordDict({records.METRICS: scores}), reply_to=message)
 
@@ -338,7 +338,9 @@ class TestSet(Protocol):
     def wanted(self) -> PredictionConfig | None:
         """How the model predicts; None for the loss alone."""
 
-    def steps(self, batch_size: int, micro_batch_size: int) -> Iterable[list[dict[str, Tensor]]]:
+    def cut_steps(
+        self, batch_size: int, micro_batch_size: int
+    ) -> Iterable[list[dict[str, Tensor]]]:
         """Yield the micro-batches of every batch; raises DataError."""
 
     def scores(self, found: EvalResult) -> dict[str, float | list[float]]:
@@ -361,9 +363,11 @@ class LoaderTest:
     def wanted(self) -> PredictionConfig | None:
         return None if self.metrics is None else PredictionConfig(logits=True)
 
-    def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
+    def cut_steps(
+        self, batch_size: int, micro_batch_size: int
+    ) -> Iterator[list[dict[str, Tensor]]]:
         """Yield every batch as the loader does, and keep it if it has to be scored."""
-        for step in self._batches.steps(batch_size, micro_batch_size):
+        for step in self._batches.cut_steps(batch_size, micro_batch_size):
             if self.metrics is not None:
                 self._seen += step
             yield step
@@ -373,8 +377,8 @@ class LoaderTest:
         scores: dict[str, float | list[float]] = {records.EXAMPLES: self._batches.examples}
         if self.metrics is None:
             return scores
-        logits = stack([part for step in found.predictions for part in step])
-        value = self.metrics(logits, _find_labels(join(self._seen)))
+        logits = stack_rows([part for step in found.predictions for part in step])
+        value = self.metrics(logits, _find_labels(join_parts(self._seen)))
         if not isinstance(value, Mapping):
             value = {getattr(self.metrics, "__name__", "metric"): value}
         return scores | {str(name): _parse_score(str(name), score) for name, score in value.items()}

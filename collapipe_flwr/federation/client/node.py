@@ -22,16 +22,16 @@ from collapipe_flwr.cluster.evaluation import (
     EvalResult,
     PredictionConfig,
     TestPart,
-    prediction_config,
-    tally_of,
+    choose_prediction,
+    count_metrics,
 )
 from collapipe_flwr.cluster.local_data import (
     DataPlace,
     LocalData,
     LocalExamples,
     SampledExamples,
-    local_data,
-    own_data,
+    load_local_data,
+    read_own_data,
 )
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit, train_unsplit
 from collapipe_flwr.config.schema import AppConfig, parse
@@ -78,7 +78,7 @@ class Node:
 
         Data files in the node's config take precedence over those of the run.
         """
-        own = own_data(context.node_config)
+        own = read_own_data(context.node_config)
         config = parse({**context.run_config, **own})
         index = partition_of(context.node_config)
         if index is None:
@@ -100,7 +100,7 @@ class Node:
     def examples_of(context: Context) -> int:
         """Count the examples in one of the node's rounds."""
         node = Node.of(context)
-        return local_data(node.config, node.place, None).examples_per_round
+        return load_local_data(node.config, node.place, None).examples_per_round
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -125,7 +125,7 @@ class Node:
                 largest_batch=self.config.largest_batch,
                 examples=data.examples_per_round,
             )
-        chosen = data.chosen(state.progress.rounds)
+        chosen = data.draw_examples(state.progress.rounds)
         return LocalExamples(data=data, round_index=state.server_round, chosen=chosen)
 
     def test(self, message: Message) -> NodeTest:
@@ -134,7 +134,7 @@ class Node:
     def _data(self, message: Message) -> LocalData:
         """Load the node's examples, tokenized with the server's vocabulary."""
         vocabulary = _vocabulary(records.read_vocabulary(message.content))
-        return local_data(self.config, self.place, vocabulary)
+        return load_local_data(self.config, self.place, vocabulary)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,18 +146,20 @@ class NodeTest:
 
     @property
     def wanted(self) -> PredictionConfig:
-        return prediction_config(self.data.task)
+        return choose_prediction(self.data.task)
 
-    def steps(self, batch_size: int, micro_batch_size: int) -> Iterator[list[dict[str, Tensor]]]:
+    def cut_steps(
+        self, batch_size: int, micro_batch_size: int
+    ) -> Iterator[list[dict[str, Tensor]]]:
         """Yield the micro-batches of each batch; raises DataError if there is no example."""
-        for step in self.data.test_steps(batch_size, micro_batch_size):
+        for step in self.data.cut_test_steps(batch_size, micro_batch_size):
             self._parts += step
             yield [dict(part.tensors) for part in step]
 
     def scores(self, found: EvalResult) -> dict[str, float | list[float]]:
         """Return the number of labels, which weighs the loss, and the counts of every metric."""
         predictions = [ids for step in found.predictions for ids in step]
-        tally = tally_of(self.data.task, self._parts if predictions else (), predictions)
+        tally = count_metrics(self.data.task, self._parts if predictions else (), predictions)
         counts = {records.TALLY + name: value for name, value in tally.items()}
         return {records.EXAMPLES: found.targets, **counts}
 
@@ -166,7 +168,7 @@ _vocabulary = lru_cache(maxsize=4)(Vocabulary.from_json)
 
 
 def _from_stream(config: AppConfig, data: LocalData, state: NodeState) -> LocalExamples:
-    stream = data.stream(config.data.stream)
+    stream = data.open_stream(config.data.stream)
     rng = np.random.default_rng([config.run.seed, state.index, state.server_round])
     found = draw_stream_round(
         stream,
@@ -227,8 +229,8 @@ def train_whole(node: Node, message: Message, asked: UnsplitTask) -> Message:
     settings = asked_optimizer(message.content, node.config.optimizer(state.server_round))
     optimizer = Optimizer(settings, model.named_parameters())
     load_optimizer_state(optimizer, recall_optimizer(state) if keeps else {})
-    steps = examples.steps(*node.sizes)
-    rates = settings.rates(batches=examples.num_batches(node.sizes[0]))
+    steps = examples.cut_steps(*node.sizes)
+    rates = settings.rates(batches=examples.count_batches(node.sizes[0]))
     losses = train_unsplit(splitter, model, optimizer, steps, node.config.execution, rates)
     if keeps:
         state.remember(OPTIMIZER, drop_round_start(copy_optimizer_state(optimizer)))
@@ -243,7 +245,7 @@ def evaluate_whole(node: Node, message: Message, asked: UnsplitTask) -> Message:
     """Evaluate the unsplit model, as a plain strategy asks."""
     torch.set_num_threads(node.config.train.threads)
     splitter, test = splitter_of(asked.model_spec_json), node.test(message)
-    batches = test.steps(*node.sizes)
+    batches = test.cut_steps(*node.sizes)
     weights = take_tensors(message.content.array_records[records.ARRAYS])
     model = hold(splitter.build_whole(weights), node.site.place)
     found = evaluate_unsplit(splitter, model, batches, test.wanted)

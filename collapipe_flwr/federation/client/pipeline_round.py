@@ -90,7 +90,7 @@ class ClusterRound:
         with self.site.devices(self.task, self.splitter) as (fleet, recovery):
             order = replace(
                 self._order(weights),
-                batches=batches.num_batches(self.sizes[0]),
+                batches=batches.count_batches(self.sizes[0]),
                 privacy=draw_privacy(self.splitter, self.task.learning, self.plan),
                 activations=draw_activation_noise(self.splitter, self.task.learning),
             )
@@ -99,7 +99,7 @@ class ClusterRound:
             result = train_round(
                 self.splitter,
                 order,
-                self._micro_batches(batches.steps(*self.sizes)),
+                self._micro_batches(batches.cut_steps(*self.sizes)),
                 fleet,
                 self._micro_batches(batches.probe(*self.sizes)),
                 recovery=recovery,
@@ -107,7 +107,7 @@ class ClusterRound:
             if state is not None:
                 state.remember(OPTIMIZER, result.slots)
             ours = [device.device_id for device in recovery.profile.devices]
-            return result, tuple(sorted(fleet.missing(ours)))
+            return result, tuple(sorted(fleet.find_missing(ours)))
 
     def complete(self, sent: Weights, trained: LazyMapping[Tensor]) -> LazyMapping[Tensor]:
         """Return all weights that were ``sent``, with those that were trained in their places."""

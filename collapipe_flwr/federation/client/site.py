@@ -14,7 +14,7 @@ from flwr.app import Context, Message
 from collapipe_flwr.cluster.edges import open_fleet
 from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
 from collapipe_flwr.cluster.hosted import Edge, HostedEdge, ThreadEdge
-from collapipe_flwr.cluster.profile import describe_cluster, profile_of
+from collapipe_flwr.cluster.profile import describe_cluster, profile_cluster
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
@@ -68,7 +68,7 @@ class Site:
 
     def profile(self, examples: int) -> ClusterProfile:
         """Describe the cluster as the planner sees it."""
-        return profile_of(self.cluster, examples) if self.cluster else self.simulated(examples)
+        return profile_cluster(self.cluster, examples) if self.cluster else self.simulated(examples)
 
     def state(self, message: Message, context: Context) -> NodeState:
         """Return the state from the last accepted round, for the round that ``message`` asks for.
@@ -104,7 +104,7 @@ class Site:
                 trusted_blocks=learning.trusted_blocks,
                 updates=learning.updates,
             ),
-            model=lambda: profile_model(splitter, task.shape, learning.kept_bytes),
+            model=lambda: profile_model(splitter, task.shape, learning.count_kept_bytes),
         )
         if self.cluster is None:
             yield ThreadFleet(self._edge_for_threads(task)), recovery

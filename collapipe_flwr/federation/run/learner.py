@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from collapipe_flwr.cluster.evaluation import EvalResult, TestPart, prediction_config, tally_of
+from collapipe_flwr.cluster.evaluation import EvalResult, TestPart, choose_prediction, count_metrics
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.config.schema import AppConfig
 from collapipe_flwr.core.errors import ConfigError, DataError, prefix_errors
@@ -254,17 +254,17 @@ class Evaluator:
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
         """``loss`` (mean over labels) and every metric of the task."""
         model = hold(self._splitter.build_whole(weights), self._compute)
-        wanted = prediction_config(self.task)
+        wanted = choose_prediction(self.task)
         losses: list[tuple[float, float]] = []
         tally: Tally = {}
         for done, rows in enumerate(self._batches):
             self._done = done
-            part = TestPart.of(self.task, rows)
+            part = TestPart.from_examples(self.task, rows)
             tested = evaluate_unsplit(self._splitter, model, [[part.tensors]], wanted)
             losses.append((tested.loss, tested.targets))
-            tally = add_counts(tally, tally_of(self.task, [part], tested.predictions[0]))
+            tally = add_counts(tally, count_metrics(self.task, [part], tested.predictions[0]))
         tally |= self.task.count_answers(model, [row for rows in self._batches for row in rows])
-        return scores(self.task, EvalResult.mean(losses).loss, tally)
+        return scores(self.task, EvalResult.average(losses).loss, tally)
 
 
 def scores(task: Task, loss: float, tally: Tally) -> dict[str, float]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from collapipe_flwr.cluster.profile import describe_cluster, profile_of, unknown_edges
+from collapipe_flwr.cluster.profile import describe_cluster, describe_unknown_edges, profile_cluster
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.parsing import declared_config, read_toml, refuse_unknown
 from collapipe_flwr.config.schema import AppConfig, known_keys, parse
@@ -118,7 +118,7 @@ def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterC
     learning = learning_settings(config, "", 1)
     if config.noise.active:
         check_private(learner.splitter, learning)
-    model = profile_model(learner.splitter, learner.shape, learning.kept_bytes)
+    model = profile_model(learner.splitter, learner.shape, learning.count_kept_bytes)
     check_disk(config, run_dir, model)
     profiles = tuple(
         _described(config, place.index, clusters, _examples(config, learner, place))
@@ -134,7 +134,7 @@ def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterC
     sizes = f"{_share_text(config, learner)} and {len(task.test)} test examples"
     devices = sum(len(profile.devices) for profile in profiles)
     where = f"{format_count(len(profiles), 'cluster')} of {devices} devices in all"
-    assumed = (line for cluster in clusters for line in unknown_edges(cluster))
+    assumed = (line for cluster in clusters for line in describe_unknown_edges(cluster))
     summary = f"{found}, {sizes}, {where}"
     costs = privacy_costs(config, learner, places) if config.noise.active else ()
     return "\n".join((summary, *task.skipped.values(), *task.warnings, *assumed, *costs))
@@ -301,7 +301,7 @@ def _described(
         return describe_cluster(config.world, index, examples)
     file = clusters[index]
     with prefix_errors(f"cluster file of {file.id}"):
-        return profile_of(file, examples)
+        return profile_cluster(file, examples)
 
 
 def check_examples(config: AppConfig, learner: Learner) -> None:

@@ -83,7 +83,7 @@ def test_labels_of_shorter_texts_are_padded_by_none_for_the_metrics(name: str) -
     counted = []
     test = LoaderTest(loader=batches, metrics=lambda _, labels: counted.append(labels) or 0.0)
     logits = tuple((torch.zeros(2, length, 4),) for length in (3, 1))
-    list(test.steps(2, 2))
+    list(test.cut_steps(2, 2))
     test.scores(EvalResult(loss=0.0, targets=8.0, predictions=logits))
     assert counted[0].tolist() == [[1, 1, 1]] * 2 + [[1, -100, -100]] * 2
 
@@ -98,6 +98,6 @@ def test_metrics_that_are_no_numbers_are_refused(score: object) -> None:
             return value
 
         test = LoaderTest(loader=[{"labels": torch.ones(2).long()}], metrics=accuracy)
-        list(test.steps(2, 2))
+        list(test.cut_steps(2, 2))
         with pytest.raises(ConfigError, match=f"return a number, .* but '{name}' is "):
             test.scores(result)
