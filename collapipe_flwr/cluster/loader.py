@@ -99,6 +99,7 @@ class LoaderBatches:
     planned: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     examples: int = field(default=0, init=False)  # of the last epoch that was iterated over
     fresh_examples: int = field(default=0, init=False)
+    seen_share: float = field(default=1.0, init=False)  # of the next round's examples, this far
 
     def __post_init__(self) -> None:
         if self.loader is None:

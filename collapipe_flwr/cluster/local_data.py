@@ -129,6 +129,11 @@ class LocalData:
             limit=self.examples_per_round,
         )
 
+    def seen_share(self, rounds_done: int) -> float:
+        """Return the share of a round's examples that an earlier one has drawn."""
+        size, unseen = self.examples_per_round, self.count - rounds_done * self.examples_per_round
+        return 1.0 - min(max(unseen, 0), size) / size
+
     def cut_steps(
         self, chosen: list[Example], round_index: int, batch_size: int, micro_batch_size: int
     ) -> Iterator[list[dict[str, Tensor]]]:
@@ -150,12 +155,16 @@ class LocalData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalExamples:
-    """The `Batches` of one round: ``chosen`` in training order; ``fresh`` ones have just come."""
+    """The `Batches` of one round: ``chosen`` in training order, ``fresh`` ones have just come.
+
+    ``seen_share`` is that of the next round, None where nobody knows yet what it will draw.
+    """
 
     data: LocalData
     round_index: int
     chosen: list[Example]
     fresh: list[Example] = field(default_factory=list)
+    seen_share: float | None = None
     epochs: int = 1
 
     @property

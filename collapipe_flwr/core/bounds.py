@@ -65,6 +65,7 @@ Bandwidth = Annotated[float, between(1.0, 1e15)]  # Hz
 Work = Annotated[float, between(1.0, 1e15)]  # FLOP
 Duration = Annotated[float, between(1e-9, 1e6)]  # seconds
 Watts = Annotated[float, between(1e-9, 1e6)]  # of a radio
+Share = Annotated[float, between(0, 1)]
 Joules = Annotated[float, between(0, 1e15)]
 ComponentState = Annotated[int, between(1, 2**53)]  # bytes
 JoulesPerFlop = Annotated[float, between(0, 1.0)]

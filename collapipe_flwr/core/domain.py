@@ -474,11 +474,24 @@ class Movement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spared:
+    """What a control unit did not compute again of its frozen blocks in a round.
+
+    ``hits`` of ``visits`` of examples found their hidden states kept.
+    """
+
+    hits: int = 0
+    visits: int = 0
+    seconds: float = 0.0
+    joules: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOutcome:
     """What a round cost, measured by clusters of machines and simulated for others.
 
     Schedulers update their estimates from it. ``queues_j`` are their energy queues after that, by
-    cluster and device.
+    cluster and device, ``spared`` is by cluster.
     """
 
     round_index: int = 0
@@ -486,6 +499,7 @@ class RoundOutcome:
     clusters: tuple[ClusterOutcome, ...] = ()
     movement: Movement = Movement()
     queues_j: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    spared: Mapping[str, Spared] = field(default_factory=dict)
 
     @property
     def energy_j(self) -> dict[str, Mapping[str, float]]:

@@ -59,6 +59,11 @@ class CacheUse:
     stored: bounds.Count = 0
     spared_s: bounds.Seconds = 0.0
 
+    @property
+    def visits(self) -> int:
+        """All visits of examples."""
+        return self.hits + self.misses
+
     def __add__(self, other: CacheUse) -> CacheUse:
         return CacheUse(
             hits=self.hits + other.hits,
@@ -184,6 +189,7 @@ class ClusterMeasurement:
     profile: ClusterProfile | None = None  # of machines, at the end: devices join and are removed
     epsilon: bounds.MaybeHuge | None = None  # that the cluster's examples have spent in the run
     next_epsilon: bounds.MaybeHuge | None = None  # after another round, of the largest batches
+    kept_share: bounds.Share = 0.0  # of the visits of the next round: see `CacheUse`
 
     @property
     def cluster_ids(self) -> set[str]:
@@ -235,6 +241,11 @@ class ClusterMeasurement:
     def stages(self) -> tuple[StageMeasurement, ...]:
         """The reports of all stages in pipeline order."""
         return (*self.reports, self.edge) if self.edge else self.reports
+
+    @property
+    def cache(self) -> CacheUse:
+        """How far the control unit needed to compute its frozen blocks."""
+        return self.reports[0].cache if self.reports else CacheUse()
 
     @property
     def timeline(self) -> dict[str, tuple[Span, ...]]:

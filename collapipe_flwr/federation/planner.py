@@ -20,16 +20,18 @@ from numpy.typing import NDArray
 
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.domain import (
+    ClusterOutcome,
     ClusterProfile,
     ModelProfile,
     Movement,
     Plan,
     RoundOutcome,
     Snapshot,
+    Spared,
 )
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.core.measurements import ClusterMeasurement
+from collapipe_flwr.core.measurements import CacheUse, ClusterMeasurement
 from collapipe_flwr.costs.work import NOTHING
 from collapipe_flwr.federation.arrays import averaging_view
 from collapipe_flwr.federation.checkpoint import ComponentState
@@ -172,6 +174,7 @@ class KnownClusters:
         self._planning = planning
         self._model = model
         self._clusters = clusters
+        self._kept: dict[str, float] = {}  # share of the next round's visits, see `CacheUse`
 
     def plan(self, server_round: int, nodes: Sequence[int]) -> RoundPlan:
         """Plan for the clusters behind ``nodes``; raises ScheduleError."""
@@ -212,8 +215,27 @@ class KnownClusters:
                 late=closed.joined,
                 movement=closed.movement,
             )
+            spared = {c.cluster_id: self._spared(c, closed.telemetry) for c in outcome.clusters}
+            outcome = replace(outcome, spared={n: s for n, s in spared.items() if s.visits})
         self.world = after
+        self._kept |= {name: measured.kept_share for name, measured in closed.telemetry.items()}
         return outcome
+
+    def _spared(
+        self, outcome: ClusterOutcome, telemetry: Mapping[str, ClusterMeasurement]
+    ) -> Spared:
+        """Price what a control unit did not compute again, as its other work in this round."""
+        name = outcome.cluster_id
+        use = telemetry[name].cache if name in telemetry else CacheUse()
+        unit = next(c.control_unit for c in self.world.clusters if c.cluster_id == name)
+        each_s = self._model.embedding.forward_flop / unit.speed_flop_per_s
+        seconds = use.spared_s if outcome.measured else use.hits * each_s
+        return Spared(
+            hits=use.hits,
+            visits=use.visits,
+            seconds=seconds,
+            joules=seconds * unit.speed_flop_per_s * unit.energy_per_flop_j,
+        )
 
     def _worlds(self, telemetry: Mapping[str, ClusterMeasurement]) -> tuple[World, World]:
         """Return the world with devices that joined since the plan, and that of the next rounds.
@@ -249,7 +271,12 @@ class KnownClusters:
     def _snapshot(self, server_round: int, names: Collection[str]) -> Snapshot:
         known = set(self._clusters.values())
         present = [name for name in names if name in known]
-        return self.world.snapshot(server_round, self._model, present)
+        # The cluster with least in its cache decides when the round is over.
+        kept = min((self._kept.get(name, 0.0) for name in present), default=0.0)
+        first = self._model.embedding
+        first = replace(first, forward_flop=(1.0 - kept) * first.forward_flop)
+        model = replace(self._model, embedding=first)
+        return self.world.snapshot(server_round, model, present)
 
 
 class DescribedClusters(KnownClusters):

@@ -9,7 +9,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
@@ -171,6 +171,7 @@ class RoundRecord:
             wall_s=wall_s,
             incidents=self.incidents,
             epsilon={name: epsilon for name, epsilon in spent.items() if epsilon is not None},
+            spared={name: asdict(spared) for name, spared in outcome.spared.items()},
         )
 
     def links(self, *, paced: bool) -> tuple[LinkReport, ...]:

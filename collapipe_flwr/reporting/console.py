@@ -16,6 +16,7 @@ from collapipe_flwr.reporting.events import (
     RoundEvent,
     control_unit_role,
     describe_share_cap,
+    describe_spared,
     holders,
     is_early,
 )
@@ -153,6 +154,8 @@ def _outcome_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     if moved := links.get("weights", 0) + links.get("spared", 0):
         spared = links["spared"] / 1e6
         yield "segments", f"{moved / 1e6:.1f} MB, {spared:.1f} MB of it there already"
+    if kept := summary.get("spared"):
+        yield "frozen blocks", describe_spared(kept)
 
 
 def _machine_rows(summary: Mapping[str, Any]) -> Iterator[Row]:

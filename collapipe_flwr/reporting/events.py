@@ -52,6 +52,7 @@ class RoundEvent:
     fresh_examples: int = 0  # new ones of data.stream
     prequential_loss: float | None = None  # on them, before training on them
     epsilon: Mapping[str, float] = field(default_factory=dict)  # spent so far, by cluster
+    spared: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # `Spared` by cluster
 
     @property
     def failures(self) -> tuple[Incident, ...]:
@@ -84,6 +85,13 @@ def describe_share_cap(share: Mapping[str, float | None]) -> str:
         return ""
     why = "" if asked is None or cap <= asked else f", as no plan keeps the {100 * asked:.3g} % set"
     return f" ({100 * cap:.3g} % allowed{why})"
+
+
+def describe_spared(spared: Mapping[str, float]) -> str:
+    """Say a sum of `Spared` in words."""
+    share = 100 * spared["hits"] / spared["visits"]
+    seconds, joules = spared["seconds"], spared["joules"]
+    return f"kept for {share:.0f} % of visits, which spared {seconds:.3g} s and {joules:.3g} J"
 
 
 def is_early(rounds: int, policy: str | None) -> bool:

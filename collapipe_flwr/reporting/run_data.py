@@ -7,7 +7,7 @@ holds, so :meth:`RunData.add` keeps curves and totals and no event.
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isnan, nan
@@ -144,6 +144,7 @@ class RunData:
         self.energy_j: dict[str, float] = {}  # of all rounds, by member
         self.memory_bytes: dict[str, int] = {}  # peaks, by role
         self.hops: dict[tuple[str, ...], Json] = {}  # as in events, of all rounds
+        self.spared: Counter[str] = Counter()  # sums of what caches of frozen blocks spared
         self.errors = array("d")  # |ln(predicted / real)| of clusters' rounds
         self.on_shares: Json | None = None  # the clusters' last scores, on their test shares
         self.last_plan: Json | None = None
@@ -213,6 +214,8 @@ class RunData:
             self._add_cluster(place, name, cluster)
         for name, epsilon in event.get("epsilon", {}).items():
             self.clusters[name].epsilon.put(place, epsilon)
+        for spared in event.get("spared", {}).values():
+            self.spared.update(spared)
         for name, joules in event.get("energy_j", {}).items():
             self.device(name)
             self.energy_j[name] = self.energy_j.get(name, 0.0) + joules
@@ -419,6 +422,7 @@ class RunStory:
             "prediction_error": median(data.errors) if data.errors else None,
             "energy": {"budget_j": dict(self.energy_budget_j), "mean_j": mean_j},
             "bytes": {kind: int(sum(series.values)) for kind, series in data.bytes.items()},
+            "spared": dict(data.spared),
             "links": data.links,
             "peak_memory_bytes": dict(data.memory_bytes),
             "memory_limit_bytes": dict(self.memory_limit_bytes),

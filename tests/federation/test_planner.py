@@ -11,10 +11,10 @@ from flwr.app import ArrayRecord
 
 from collapipe_flwr.cluster.control_unit import join_reports
 from collapipe_flwr.cluster.order import CONTROL_UNIT
-from collapipe_flwr.core.domain import BlockCost, LinkRate, ModelProfile, Movement
+from collapipe_flwr.core.domain import BlockCost, LinkRate, ModelProfile, Movement, RoundOutcome
 from collapipe_flwr.core.errors import ConfigError, ScheduleError
 from collapipe_flwr.core.links import LinkTraffic
-from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
+from collapipe_flwr.core.measurements import CacheUse, ClusterMeasurement, StageMeasurement
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.checkpoint import rng_state
 from collapipe_flwr.federation.planner import KnownClusters, MovementMeter, Planning
@@ -305,3 +305,41 @@ def test_a_planner_loaded_from_its_dump_goes_on_like_the_one_that_never_stopped(
         ]
         assert outcomes[0] == outcomes[1]
     assert alive.controller.state == back.controller.state
+
+
+def keeping(planner: KnownClusters, **shares: float) -> list[RoundOutcome]:
+    """Two rounds, of which the first tells what clusters keep of frozen blocks."""
+    outcomes = []
+    for number in (1, 2):
+        planned = planner.plan(number, [11, 12])
+        done = closed(planned, "cluster-0", "cluster-1", after=weights(1.0))
+        for name, share in shares.items():
+            cluster = name.replace("_", "-")
+            measured = done.telemetry[cluster]
+            first, *rest = measured.reports
+            first = replace(first, cache=CacheUse(hits=3, misses=1, stored=1, spared_s=9.0))
+            done.telemetry[cluster] = replace(measured, reports=(first, *rest), kept_share=share)
+        outcomes.append(planner.settle(done))
+    return outcomes
+
+
+def test_what_control_units_keep_is_priced_by_the_cluster_that_keeps_least() -> None:
+    def seconds(**shares: float) -> list[float]:
+        found = [outcome.latency_s for outcome in keeping(rounds(), **shares)]
+        return [second or 0.0 for second in found]
+
+    nothing, all_of_it = seconds(), seconds(cluster_0=1.0, cluster_1=1.0)
+    half, one = seconds(cluster_0=0.5, cluster_1=1.0), seconds(cluster_0=1.0)
+    assert nothing[0] == all_of_it[0] == half[0]  # nobody had told yet
+    assert all_of_it[1] < half[1] < nothing[1] == one[1]
+
+
+def test_what_was_spared_is_priced_as_the_control_unit_computes() -> None:
+    planner = rounds()
+    first, _ = keeping(planner, cluster_0=1.0)
+    unit = planner.world.clusters[0].control_unit
+    assert set(first.spared) == {"cluster-0"}
+    spared = first.spared["cluster-0"]
+    assert (spared.hits, spared.visits) == (3, 4)
+    assert spared.seconds == pytest.approx(3 * BLOCK.forward_flop / unit.speed_flop_per_s)
+    assert spared.joules == pytest.approx(3 * BLOCK.forward_flop * unit.energy_per_flop_j)

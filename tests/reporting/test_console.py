@@ -103,3 +103,14 @@ def test_a_share_above_the_one_that_was_set_says_why() -> None:
     above = " (64.5 % allowed, as no plan keeps the 50 % set)"
     assert describe_share_cap(_shares(0.6, 0.645)) == above
     assert describe_share_cap(_shares(0.4, 0.5)) == " (50 % allowed)"
+
+
+def test_what_kept_states_spared_is_said(tmp_path: Path) -> None:
+    found = ended(tmp_path, 2)
+    assert "frozen blocks" not in rows(found)
+    data = RunData("")
+    spared = {"hits": 3, "visits": 4, "seconds": 20.0, "joules": 1.5}
+    for index in (1, 2):
+        data.add({"round_index": index, "spared": {"A": spared}})
+    told = rows({**found, "spared": dict(data.spared)})["frozen blocks"]
+    assert told == "kept for 75 % of visits, which spared 40 s and 3 J"

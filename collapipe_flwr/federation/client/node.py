@@ -125,8 +125,13 @@ class Node:
                 largest_batch=self.config.largest_batch,
                 examples=data.examples_per_round,
             )
-        chosen = data.draw_examples(state.progress.rounds)
-        return LocalExamples(data=data, round_index=state.server_round, chosen=chosen)
+        done = state.progress.rounds
+        return LocalExamples(
+            data=data,
+            round_index=state.server_round,
+            chosen=data.draw_examples(done),
+            seen_share=data.seen_share(done + 1),
+        )
 
     def test(self, message: Message) -> NodeTest:
         return NodeTest(data=self._data(message))

@@ -20,7 +20,7 @@ from collapipe_flwr.cluster.order import EDGE, TrainingOrder
 from collapipe_flwr.cluster.privacy import draw_activation_noise, draw_privacy
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.core.measurements import ClusterMeasurement
+from collapipe_flwr.core.measurements import CacheUse, ClusterMeasurement, StageMeasurement
 from collapipe_flwr.core.texts import to_one_line
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.client.node_state import OPTIMIZER, NodeState, recall_optimizer
@@ -210,4 +210,19 @@ def build_telemetry(
         untrue=tuple(name for each in result.incidents if each.untrue for name in each.lost),
         fresh_examples=batches.fresh_examples,
         prequential_loss=result.probe.loss if batches.fresh_examples else None,
+        kept_share=_predict_kept_share(reports, getattr(batches, "seen_share", None)),
     )
+
+
+def _predict_kept_share(reports: Sequence[StageMeasurement], seen_share: float | None) -> float:
+    """Predict which share of the next round's visits finds hidden states of frozen blocks kept.
+
+    ``seen_share`` is how many of them are of examples that were visited before; where that is not
+    known, the next round counts as this one.
+    """
+    use = reports[0].cache if reports else CacheUse()
+    if not use.visits:
+        return 0.0
+    if seen_share is None:
+        return use.hits / use.visits
+    return seen_share * (use.hits + use.stored) / use.visits

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from collapipe_flwr.reporting.events import KEPT_FROM, KINDS
+from collapipe_flwr.reporting.events import KEPT_FROM, KINDS, describe_spared
 from collapipe_flwr.reporting.report import charts
 from collapipe_flwr.reporting.report.charts import (
     Chart,
@@ -69,6 +69,9 @@ def _outcome(run: RunData) -> Iterator[Tile]:
     if traffic := sum(sum(run.bytes[kind].known) for kind in KINDS if kind != "spared"):
         note = f"{format_size(sum(run.bytes['flower'].known))} of it through Flower"
         yield Tile(title="Traffic", value=format_size(traffic), note=note)
+    if run.spared:
+        value = format_seconds(run.spared["seconds"])
+        yield Tile(title="Spared by kept states", value=value, note=describe_spared(run.spared))
 
 
 def _machines(run: RunData) -> Iterator[Tile]:
