@@ -151,14 +151,20 @@ class TrainingOrder:
             execution=replace(learning.execution, recompute=recompute),
             turn=turn,
             privacy=self.privacy,
-            activations=self.activations if stage and self._adds_noise(stage) else None,
+            activations=self._noise_of(stage),
             audited=self.learning.audit_share > 0,
         )
 
-    def _adds_noise(self, stage: int) -> bool:
-        """Whether a device perturbs hidden states: only that one is told the secret."""
-        noise, segment = self.activations, self.plan.segments[stage - 1]
-        return noise is not None and segment.first_block < noise.behind <= segment.stop_block
+    def _noise_of(self, stage: int) -> ActivationNoise | None:
+        """Return the noise of hidden states, whose secret only the stage that adds it is told."""
+        noise = self.activations
+        if noise is None or stage == 0:
+            return noise if noise is not None and not noise.behind else None
+        segment = self.plan.segments[stage - 1]
+        own = noise.behind - segment.first_block
+        return (
+            replace(noise, behind=own) if own > 0 and noise.behind <= segment.stop_block else None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

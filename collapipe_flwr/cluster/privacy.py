@@ -62,12 +62,13 @@ def check_private(splitter: AnySplitter, learning: LearningSettings) -> None:
     """Raise ConfigError for a model or settings that cannot protect examples."""
     why = _describe_unfit(splitter)
     if learning.privacy.on_activations:
-        if not learning.trusted_blocks:
+        if not (ahead := splitter.held_blocks + learning.trusted_blocks):
             raise ConfigError(
-                "privacy.noise-on=activations needs privacy.trusted-blocks of 1 or more: noise is "
-                "added behind them, on a machine that may see what it covers"
+                "privacy.noise-on=activations needs privacy.trusted-blocks of 1 or more, or blocks "
+                "that cache.max-gb keeps at the control unit: noise is added behind them, on a "
+                "machine that may see what it covers"
             )
-        why = why or _describe_seen(splitter, learning.trusted_blocks)
+        why = why or _describe_seen(splitter, ahead)
     elif not learning.labels_at_home:
         raise ConfigError(
             "privacy.clip-norm needs privacy.labels=home: an edge that is not the control unit "
@@ -94,8 +95,8 @@ def _describe_unfit(splitter: AnySplitter) -> str:
     return ""
 
 
-def _describe_seen(splitter: AnySplitter, trusted_blocks: int) -> str:
-    """Say what devices would see of an example besides noised states."""
+def _describe_seen(splitter: AnySplitter, ahead: int) -> str:
+    """Say what devices would see of an example besides states noised behind ``ahead`` blocks."""
     assert isinstance(splitter, Splitter)
     if not splitter.task.labelled:
         return "its labels are texts, which gradients tell, so set privacy.noise-on=gradients"
@@ -104,9 +105,9 @@ def _describe_seen(splitter: AnySplitter, trusted_blocks: int) -> str:
     if seen or splitter.has_own_loss:
         what = ", ".join(sorted(seen)) or "what its own head or loss reads"
         return f"{what} would travel to the edge beside hidden states"
-    if not splitter.constant_keys.issuperset(splitter.keys_ahead(trusted_blocks)):
+    if ahead > splitter.count_frozen():
         return (
-            "embedding and trusted blocks train, by which later hidden states would tell of "
-            "earlier examples, so freeze them"
+            "embedding and blocks ahead of the noise train, by which later hidden states would "
+            f"tell of earlier examples, so set model.frozen-blocks={ahead}"
         )
     return ""

@@ -292,8 +292,13 @@ class AppConfig:
         unfit = {  # a key: whether its value is, and why
             "runtime": (self.run.runtime != "pipeline", "only stages clip: set pipeline"),
             "privacy.trusted-blocks": (
-                not (on_gradients or self.privacy.trusted_blocks),
+                not (on_gradients or self.privacy.trusted_blocks or self.cache.active),
                 "noise-on=activations adds noise behind trusted blocks: set 1 or more",
+            ),
+            "model.frozen-blocks": (
+                not on_gradients and self.model.frozen_blocks < max(self.privacy.trusted_blocks, 1),
+                "what noise-on=activations leaves uncovered must not train: set "
+                f"{max(self.privacy.trusted_blocks, 1)}",
             ),
             "evaluation.federated": (
                 not on_gradients and self.evaluation.federated,

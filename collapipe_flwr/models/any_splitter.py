@@ -68,10 +68,6 @@ class AnySplitter(ABC):
         """Return all keys that a device holds for this block, frozen weights included."""
         return self._layout.keys_of(self.held_blocks + block)
 
-    def keys_ahead(self, block: int) -> tuple[str, ...]:
-        """Return all keys of the embedding and the first ``block`` blocks."""
-        return self._layout.keys_of(EMBEDDING, *range(block))
-
     def edge_keys(self) -> tuple[str, ...]:
         return self._layout.select_travelling(self._layout.keys_of(EDGE))
 

@@ -108,11 +108,11 @@ class SegmentPart(Part):
         self._stack.again = around
 
     def perturb(self, behind: int, perturb: Perturb) -> None:
-        """Replace hidden states behind the model's first ``behind`` blocks, the last of them here.
+        """Replace hidden states behind the first ``behind`` of these blocks.
 
         ``perturb`` gets them and the mask (B, T), 0 at padding.
         """
-        self._stack.perturbed[behind] = perturb
+        self._stack.perturbed[self._stack.first_block + behind] = perturb
 
     def forward(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         """Compute the hidden states (B, T, D) after this segment's last block.

@@ -33,7 +33,7 @@ def save_adapter(spec: ModelSpec, weights: Mapping[str, Tensor], directory: Path
     config.base_model_name_or_path = spec.pretrained
     config.inference_mode = True
     splitter = Splitter(spec)
-    own = set(splitter.all_keys()) - (splitter.constant_keys - {*spec.absent, *spec.frozen})
+    own = set(splitter.all_keys()) - (splitter.constant_keys - set(spec.absent))
     tensors = {f"{PEFT_PREFIX}{key}": weights[key].contiguous() for key in sorted(own)}
     with write_folder("adapter", directory) as folder:
         config.save_pretrained(str(folder))

@@ -144,7 +144,7 @@ class ExamplePrivacy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationNoise:
-    """What becomes of hidden states behind the first ``behind`` blocks.
+    """What becomes of hidden states behind the first ``behind`` blocks of devices, or of a stage.
 
     Those of each example are clipped to ``norm``; ``deviation`` is that of the noise of every
     number, which is drawn from the ``secret`` of the order (hexadecimal).
@@ -175,7 +175,7 @@ class StageConfig:
     execution: Execution = field(default_factory=Execution)
     turn: ReplicaIndex = ALONE
     privacy: ExamplePrivacy | None = None  # of training; None: gradients are as they are
-    activations: ActivationNoise | None = None  # where this stage holds the last block ahead of it
+    activations: ActivationNoise | None = None  # that this stage adds
     audited: bool = False  # its report has `FrameNotes`
 
     def __post_init__(self) -> None:

@@ -25,11 +25,12 @@ class PrivateActivations:
         self._noise = noise
         self.at = (0, 0)  # step and micro-batch
 
-    def __call__(self, hidden_BTD: Tensor, mask_BT: Tensor) -> Tensor:
-        """Return noised states (B, T, D), which are 0 where the mask is; gradients pass the clip.
+    def __call__(self, hidden_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
+        """Return noised states (B, T, D), which are 0 where a mask is; gradients pass the clip.
 
         Raises NotFinite for states that have no norm.
         """
+        mask_BT = hidden_BTD.new_ones(hidden_BTD.shape[:2]) if mask_BT is None else mask_BT
         absent = mask_BT[..., None] == 0
         states = hidden_BTD.masked_fill(absent, 0.0).float()
         norms = torch.linalg.vector_norm(states, dim=(1, 2), keepdim=True)

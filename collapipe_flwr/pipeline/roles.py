@@ -37,7 +37,6 @@ from collapipe_flwr.pipeline.link import (
 )
 from collapipe_flwr.pipeline.notes import TAKEN
 from collapipe_flwr.pipeline.optimizer import Optimizer
-from collapipe_flwr.pipeline.private_activations import PrivateActivations
 from collapipe_flwr.pipeline.soundness import describe_odd
 from collapipe_flwr.pipeline.stage import Stage
 from collapipe_flwr.pipeline.step import LOGITS, MicroBatch, Step, StepResult
@@ -205,7 +204,11 @@ class FirstStage(_Leader):
 
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:
         assert hidden is None
-        output: Tensor = self.part(bring(self._batch[frame.micro_batch].inputs, self.place))
+        inputs = bring(self._batch[frame.micro_batch].inputs, self.place)
+        output: Tensor = self.part(inputs)
+        if self._noise is not None:
+            self._noise.at = (frame.step, frame.micro_batch)
+            output = self._noise(output, inputs.get("attention_mask"))
         return output
 
     def _emit(self, frame: Frame, output: Tensor) -> None:
@@ -322,9 +325,7 @@ class MiddleStage(_Follower, _Leader):
         self, part: nn.Module, optimizer: Optimizer, settings: StageConfig, **links: Any
     ) -> None:
         super().__init__(part, optimizer, settings, **links)
-        self._noise: PrivateActivations | None = None
-        if settings.activations is not None:
-            self._noise = PrivateActivations(settings.activations)
+        if self._noise is not None and settings.activations is not None:
             cast("SegmentPart", part).perturb(settings.activations.behind, self._noise)
 
     def _compute(self, frame: Frame, hidden: Tensor | None) -> Tensor:

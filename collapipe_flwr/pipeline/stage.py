@@ -48,6 +48,7 @@ from collapipe_flwr.pipeline.link import (
 from collapipe_flwr.pipeline.meter import MemoryMeter, Recorder, sum_squares
 from collapipe_flwr.pipeline.notes import GIVEN, TAKEN, FrameNotes, describe_rounding
 from collapipe_flwr.pipeline.optimizer import Optimizer
+from collapipe_flwr.pipeline.private_activations import PrivateActivations
 from collapipe_flwr.pipeline.private_gradients import PrivateGradients
 from collapipe_flwr.pipeline.randomness import SeededRandomness
 from collapipe_flwr.pipeline.soundness import (
@@ -108,6 +109,8 @@ class Stage(ABC):
         self._private = None
         if settings.privacy is not None:
             self._private = PrivateGradients(part, optimizer.by_name, settings.privacy)
+        noise = settings.activations
+        self._noise = None if noise is None else PrivateActivations(noise)
         self._notes = FrameNotes() if settings.audited else None
         self._note_fixed()
 

@@ -130,7 +130,8 @@ NOISED = {
     "privacy.clip-norm": 1.0,
     "privacy.noise-multiplier": 1.0,
     "privacy.noise-on": "activations",
-    "privacy.trusted-blocks": 1,
+    "privacy.trusted-blocks": 2,
+    "model.frozen-blocks": 2,
 }
 
 
@@ -138,6 +139,7 @@ NOISED = {
     ("value", "way_out"),
     [
         ({"privacy.trusted-blocks": 0}, "adds noise behind trusted blocks: set 1 or more"),
+        ({"model.frozen-blocks": 1}, "leaves uncovered must not train: set 2"),
         ({"evaluation.federated": True}, "covers examples of training alone: set false"),
         ({"data.stream": "arrivals"}, "a fixed set of examples: leave it out"),
     ],

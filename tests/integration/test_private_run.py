@@ -102,6 +102,7 @@ def noised(folder: Path, **values: Value) -> dict[str, Value]:
         **QUICK,
         "privacy.noise-on": "activations",
         "privacy.trusted-blocks": 1,
+        "model.frozen-blocks": 1,
         "privacy.clip-norm": 4.0,
         "privacy.noise-multiplier": 4.0,
         "privacy.delta": DELTA,

@@ -21,7 +21,7 @@ from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.cluster.privacy import draw_activation_noise
 from collapipe_flwr.core.errors import ConfigError, LinkError
-from collapipe_flwr.models.describing import make_spec
+from collapipe_flwr.models.describing import keep_frozen, make_spec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.config import ActivationNoise, Execution, NoiseConfig
 from collapipe_flwr.pipeline.link import HIDDEN, FrameKind
@@ -62,11 +62,16 @@ def bert() -> Splitter:
 
 
 def train_reference(
-    weights: dict[str, Tensor], steps: list[list[Batch]], noise: ActivationNoise
+    weights: dict[str, Tensor],
+    steps: list[list[Batch]],
+    noise: ActivationNoise,
+    keeps: frozenset[str] = frozenset(),
 ) -> dict[str, Tensor]:
     """Micro-batches of the whole model, whose states are clipped one example after the other."""
     model: Any = bert().build_whole(weights)
     model.train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in keeps)
     place = {"step": 0, "micro_batch": 0}
     secret = bytes.fromhex(noise.secret)
 
@@ -157,10 +162,13 @@ def test_a_frame_holds_clipped_states_and_noise_of_its_place_alone() -> None:
 
 
 def test_only_the_device_that_adds_noise_is_told_its_secret() -> None:
-    asked = order_of(CUTS[2], {}, SGD, activations=NOISE)
-    told = [asked.configure_stage(stage).activations for stage in range(4)]
-    assert told == [None, None, NOISE, None]
-    assert asked.edge_settings.activations is None
+    for behind, holder, own in ((2, 2, 1), (3, 2, 2), (5, 3, 2), (0, 0, 0)):
+        noise = replace(NOISE, behind=behind)
+        asked = order_of(CUTS[2], {}, SGD, activations=noise)
+        told: list[ActivationNoise | None] = [None] * 4
+        told[holder] = replace(noise, behind=own)
+        assert [asked.configure_stage(stage).activations for stage in range(4)] == told
+        assert asked.edge_settings.activations is None
     assert "aa" not in repr(NOISE)
 
 
@@ -193,7 +201,19 @@ LEARNING = LearningSettings(
 
 
 def frozen(splitter: Splitter) -> Splitter:
-    return Splitter(replace(splitter.spec, frozen=splitter.keys_ahead(2)))
+    return Splitter(replace(splitter.spec, frozen=splitter.front_keys(2)))
+
+
+def test_a_control_unit_that_keeps_frozen_blocks_adds_the_noise_itself() -> None:
+    held = Splitter(keep_frozen(frozen(bert()).spec))
+    noise = draw_activation_noise(held, replace(LEARNING, trusted_blocks=0))
+    assert noise is not None and noise.behind == 0
+    weights, steps = bert().initial_weights(seed=3), steps_of(bert(), CUTS[0], 2)
+    wanted = train_reference(weights, steps, NOISE, keeps=frozen(bert()).constant_keys)
+    cut = Cut(stops=(1, BLOCKS - 2), micro_batches=SIZES)
+    _, found = train_split(held, weights, cut, steps, SGD, activations=replace(NOISE, behind=0))
+    assert largest_difference(found, wanted) <= 1e-6
+    assert largest_difference(weights, wanted) > 1e-3
 
 
 def test_every_order_draws_a_secret_of_its_own() -> None:
@@ -220,7 +240,7 @@ def gpt2() -> Splitter:
     ("make", "learning", "said"),
     [
         (bert, replace(LEARNING, trusted_blocks=0), "privacy.trusted-blocks of 1 or more"),
-        (bert, LEARNING, "embedding and trusted blocks train"),
+        (bert, LEARNING, r"tell of earlier examples, so set model\.frozen-blocks=2"),
         (lambda: make_splitter("marian", 0.0), LEARNING, "its labels are texts"),
         (gpt2, LEARNING, "input_ids would travel to the edge"),
     ],

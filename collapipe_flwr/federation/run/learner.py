@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
@@ -54,9 +54,6 @@ def make_learner(config: AppConfig) -> Learner:
     task = load_task(config.seeded_data, known_labels=known_labels)
     task.skipped |= task.examine()
     splitter = Splitter(_spec(config, task))
-    if config.noise.on_activations:  # later states would tell of earlier examples, else
-        held = splitter.keys_ahead(config.privacy.trusted_blocks)
-        splitter = Splitter(replace(splitter.spec, frozen=held))
     _refuse_long_texts(config, task, splitter.most_tokens)
     _refuse_packing(config, splitter)
     _refuse_small_test(config, task)
