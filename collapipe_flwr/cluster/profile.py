@@ -135,6 +135,7 @@ def profile_cluster(config: ClusterConfig, examples: int) -> ClusterProfile:
         edge=edge,
         other_edges=tuple(filter(None, others)),
         trusted_blocks=config.privacy.trusted_blocks,
+        lora_rank=config.lora_rank,
     )
 
 
@@ -239,7 +240,8 @@ def describe_cluster(config: WorldConfig, index: int, examples: int) -> ClusterP
 
     cluster = cluster.with_members(shared)
     devices = (replace(d, trusted=n < config.trusted) for n, d in enumerate(cluster.devices))
-    return replace(cluster, devices=tuple(devices))
+    ranks = config.lora_ranks or (0,)
+    return replace(cluster, devices=tuple(devices), lora_rank=ranks[index % len(ranks)])
 
 
 def build_cluster(

@@ -27,6 +27,7 @@ from collapipe_flwr.core.keys import (
     between,
     check_keys,
     compute_name,
+    counts,
     inline,
     key,
     matches,
@@ -38,7 +39,7 @@ from collapipe_flwr.core.keys import (
 )
 from collapipe_flwr.core.links import CODECS, Heartbeat, TlsFiles
 from collapipe_flwr.data.config import DataConfig
-from collapipe_flwr.models.spec import LoraConfig, ModelConfig
+from collapipe_flwr.models.spec import PRODUCTS, LoraConfig, ModelConfig
 from collapipe_flwr.pipeline.config import CacheConfig, Execution, NoiseConfig
 from collapipe_flwr.pipeline.optimizer_settings import OptimizerConfig
 from collapipe_flwr.scheduler.protocol import NOISE_SCALE, SchedulerConfig
@@ -150,6 +151,7 @@ class WorldConfig:
     energy_share: float = key(0.5, above(0))  # budget: this share of training all blocks alone
     truth_error: float = key(0.0, at_least(0))  # of what plans believe of devices, in ln
     trusted: int = key(0, at_least(0))  # the first so many devices of every cluster
+    lora_ranks: tuple[int, ...] = key((), counts(empty=True))  # of clusters; empty: lora.rank
 
     def __post_init__(self) -> None:
         check_keys(self, "world.")
@@ -253,6 +255,16 @@ class AppConfig:
                 f"lora.rank is {self.lora.rank}, but model.pretrained is empty: adapters need a "
                 "checkpoint below them; name one, or set lora.rank=0"
             )
+        if self.lora.aggregate == PRODUCTS:
+            self._check_products()
+        if (most := max(self.world.lora_ranks, default=0)) > self.lora.rank or (
+            most and self.lora.aggregate != PRODUCTS
+        ):
+            raise ConfigError(
+                f"world.lora-ranks is {','.join(map(str, self.world.lora_ranks))} with lora.rank "
+                f"{self.lora.rank} and lora.aggregate {self.lora.aggregate}: clusters of their own "
+                f"ranks need lora.rank={max(most, self.lora.rank)} and lora.aggregate=products"
+            )
         if self.links.updates != "fp32" and self.run.runtime == "whole":
             raise ConfigError(
                 f"links.updates={self.links.updates} has no effect with runtime=whole, whose "
@@ -272,6 +284,23 @@ class AppConfig:
                 "data.tokenizer is empty, which means that of model.pretrained, but that is empty, "
                 'too: write "train", a name or a directory'
             )
+
+    def _check_products(self) -> None:
+        unfit = {  # a key: whether its value is, and the way out
+            "lora.rank": (not self.lora.rank, "there are no adapters then: raise it"),
+            "runtime": (self.run.runtime == "whole", "its clients get factors: set pipeline"),
+            "round-late": (self.run.round_late == "join", "factors are others by then: set drop"),
+            "train.optimizer-state": (
+                self.train.optimizer_state == "keep",
+                "it is of factors, which are others in every round: set reset",
+            ),
+        }
+        values = flatten(self)
+        for name, (is_unfit, why) in unfit.items():
+            if is_unfit:
+                raise ConfigError(
+                    f"{name} is {values[name]!r} beside lora.aggregate=products, but {why}"
+                )
 
     def _check_audits(self) -> None:
         share = f"trust.audit-share={self.trust.audit_share:g}"

@@ -147,6 +147,7 @@ class ClusterProfile:
         tuple[LinkRate, ...], bounds.most_entries(MOST_DEVICES**2)
     ] = ()  # where plans begin; rounds teach better
     trusted_blocks: Annotated[int, at_least(0)] = 0  # the first so many are on trusted devices
+    lora_rank: Annotated[int, at_least(0)] = 0  # of its adapters; 0: the run's
 
     @property
     def members(self) -> tuple[DeviceProfile, ...]:

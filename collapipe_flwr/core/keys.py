@@ -84,11 +84,11 @@ def some_of(*names: str, empty: bool = False) -> Rule:
     return Rule(lambda v: set(v) <= set(names), says, read, ",".join)
 
 
-def counts() -> Rule:
-    """Accept comma-separated whole numbers from 1 to a million, as a tuple."""
+def counts(*, empty: bool = False) -> Rule:
+    """Accept comma-separated whole numbers from 1 to a million, or ``empty`` text, as a tuple."""
 
     def read(text: str) -> tuple[int, ...]:
-        parts = _parts(text)
+        parts = _parts(text) if text.strip() or not empty else ()
         if not all(part.isdigit() for part in parts):
             raise ValueError(text)
         return tuple(map(int, parts))

@@ -57,6 +57,12 @@ from collapipe_flwr.federation.planner import (
     RoundPlanner,
     planner_of,
 )
+from collapipe_flwr.federation.products import (
+    check_products,
+    restore_factors,
+    show_model,
+    shows_cores,
+)
 from collapipe_flwr.federation.records import EXAMPLES, replace_content, restore_arrays
 from collapipe_flwr.federation.round import (
     ClosedRound,
@@ -68,6 +74,7 @@ from collapipe_flwr.federation.round import (
 from collapipe_flwr.federation.split import DefaultEdge, PersonalArrays, SplitTraining, open_edge
 from collapipe_flwr.federation.updates import EXACT
 from collapipe_flwr.models.any_splitter import DescribedModel
+from collapipe_flwr.models.spec import PRODUCTS
 from collapipe_flwr.reporting.progress import ClusterProgress
 from collapipe_flwr.scheduler.protocol import Scheduler
 
@@ -216,8 +223,9 @@ class StrategyHooks:
         if self._accepted.holds(server_round):
             self._forget_run()
         self._grid, state, self._undo = grid, rng_state(), remember(self.inner_strategy)
-        self._unsound = count_unsound(self.inner_strategy, arrays)
-        self._configure = partial(self._configure_round, server_round, arrays, config, state)
+        shown = show_model(arrays, self._model, self.inner_strategy)
+        self._unsound = count_unsound(self.inner_strategy, shown)
+        self._configure = partial(self._configure_round, server_round, arrays, shown, config, state)
         return self._with_retries(self._configure)
 
     def _with_retries(self, configure: Callable[[], list[Message]]) -> list[Message]:
@@ -230,15 +238,21 @@ class StrategyHooks:
                     raise DevicesMissing(self._attempts.with_count(str(error))) from error
 
     def _configure_round(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, rng_state: str
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        shown: ArrayRecord,
+        config: ConfigRecord,
+        rng_state: str,
     ) -> list[Message]:
         self.close()
         if self._attempts.failures:
             restore_rng_state(rng_state)  # the same draws as in the first attempt
             self._undo()
-        view = inner_view(arrays, self._hidden_keys)
+        view = inner_view(shown, self._hidden_keys)
         asked = self.inner_strategy.configure_train(server_round, view, config, self._grid)
         asked = check_returned(asked, self.inner_strategy, "configure_train")
+        asked = restore_factors(asked, view, inner_view(arrays, self._hidden_keys))
         messages = self._select_idle(asked)
         nodes = [message.metadata.dst_node_id for message in messages]
         self._planned = self._plan(server_round, nodes)
@@ -265,6 +279,9 @@ class StrategyHooks:
             self.late.settle(joined, closed)
             if closed.plan.plan is not None:
                 closed.movement = self._movement.measure(closed)
+            if arrays and closed.products:
+                arrays, error = closed.products.factorize(arrays, self._round.template)
+                closed.adapter_error = error
             self._report(closed, metrics)
         return arrays, metrics
 
@@ -399,7 +416,15 @@ class StrategyHooks:
             learning = self._learning(server_round)
             if learning.updates != EXACT:
                 check_updates(self.inner_strategy, outermost=self._runs)
-            split = SplitTraining(self._model, edge, learning)
+            if self._model.aggregate == PRODUCTS:
+                check_products(
+                    self._model,
+                    self.inner_strategy,
+                    keeps_optimizer=learning.keep_optimizer,
+                    joins_late=self._joins_late,
+                )
+            whole = not shows_cores(self.inner_strategy)
+            split = SplitTraining(self._model, edge, learning, whole_products=whole)
         self._round = OpenRound(
             plan,
             arrays,
@@ -430,6 +455,7 @@ class StrategyHooks:
             outcome=self.planner.settle(closed) if closed.plan.cluster_ids else RoundOutcome(),
             flower_bytes_sent=sum(sent.content_bytes for sent in closed.sent),
             flower_bytes_received=closed.received_bytes,
+            adapter_error=closed.adapter_error,
         )
         if self._on_round is not None:
             self._on_round(record)

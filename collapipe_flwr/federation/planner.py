@@ -195,6 +195,7 @@ class KnownClusters:
             cluster_ids=names,
             left_out=plan.left_out,
             bundles=frozenset(p.cluster_id for p in self.world.clusters if p.bundles),
+            ranks={p.cluster_id: p.lora_rank for p in self.world.clusters if p.lora_rank},
         )
 
     def settle(self, closed: ClosedRound) -> RoundOutcome:
@@ -467,7 +468,8 @@ class MovementMeter:
         change = None
         if self.last.keys() == moved.keys():
             change = math.sqrt(sum(_square(x - self.last[k]) for k, x in moved.items()))
-        self.last = moved
+        rotates = closed.products is not None and not closed.products.whole
+        self.last = {} if rotates else moved  # of bases that no other round has
         return Movement(
             norm=math.sqrt(sum(_square(x) for x in moved.values())),
             change_norm=change,

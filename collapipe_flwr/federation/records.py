@@ -77,6 +77,7 @@ class SplitTask:
     simulated_edge: str = ""
     learning: LearningSettings
     shape: BatchShape = SHORT  # of the training data
+    products: bool = False  # adapters are factored anew in every round
 
     @property
     def run_id(self) -> str:

@@ -22,9 +22,12 @@ from collapipe_flwr.core.measurements import ClusterMeasurement, TransferStats
 from collapipe_flwr.federation import border, records
 from collapipe_flwr.federation.accepted import AcceptedReplies, new_attempt
 from collapipe_flwr.federation.arrays import add_change, find_not_finite, inner_view
+from collapipe_flwr.federation.products import RoundProducts, convert, with_rank
 from collapipe_flwr.federation.records import Sent
 from collapipe_flwr.federation.split import PersonalArrays, SplitTraining
 from collapipe_flwr.federation.updates import EXACT
+from collapipe_flwr.models.any_splitter import DescribedModel
+from collapipe_flwr.models.spec import PRODUCTS
 from collapipe_flwr.pipeline.config import PassesDone
 from collapipe_flwr.reporting.events import RoundEvent, cluster_json, link_json
 from collapipe_flwr.reporting.progress import ClusterProgress
@@ -47,6 +50,7 @@ class RoundPlan:
     cluster_ids: Mapping[int, str]
     bundles: frozenset[str] = frozenset()  # clusters, see ClusterProfile
     left_out: Mapping[str, str] = field(default_factory=dict)
+    ranks: Mapping[str, int] = field(default_factory=dict)  # of clusters with their own
 
     @classmethod
     def of_nobody(cls, server_round: int, unknown: Sequence[int] = ()) -> RoundPlan:
@@ -72,7 +76,8 @@ class RoundPlan:
 class ClosedRound:
     """A round whose replies are in; mappings are by cluster id.
 
-    ``replies`` are those for the inner strategy, in order of arrival: usable ones and errors.
+    ``replies`` are those for the inner strategy, in order of arrival: usable ones and errors. With
+    ``products``, adapters of all models are shown as these.
     """
 
     plan: RoundPlan
@@ -89,6 +94,8 @@ class ClosedRound:
     incidents: list[Incident] = field(default_factory=list)  # besides failures
     received_bytes: int = 0
     movement: Movement = field(default_factory=Movement)
+    products: RoundProducts | None = None
+    adapter_error: float | None = None  # of the global adapters, relative to the mean product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +112,7 @@ class RoundRecord:
     flower_bytes_received: int
     incidents: tuple[Incident, ...] = ()
     joined: Mapping[str, ClusterPlan] = field(default_factory=dict)  # late
+    adapter_error: float | None = None  # of aggregated products that got the global rank
 
     def __str__(self) -> str:
         """Write a line for the round, then one per cluster: devices, blocks, micro-batches."""
@@ -172,6 +180,7 @@ class RoundRecord:
             incidents=self.incidents,
             epsilon={name: epsilon for name, epsilon in spent.items() if epsilon is not None},
             spared={name: asdict(spared) for name, spared in outcome.spared.items()},
+            adapter_error=self.adapter_error,
         )
 
     def links(self, *, paced: bool) -> tuple[LinkReport, ...]:
@@ -249,6 +258,7 @@ class OpenRound:
         self._hidden = split.model.hidden_keys if split is not None else frozenset[str]()
         self.sent: list[Sent] = []
         self._split = split
+        self._models = dict[str, DescribedModel]()  # as clusters have it, by id
         self._accepted = accepted
         self._personal = personal
 
@@ -289,9 +299,28 @@ class OpenRound:
                 continue
             shown = reply if sent is None else self._receive(reply, sent, closed)
             closed.replies.append(shown)
+        self._show_products(closed)
         self._agree(closed)
         self.give_up(closed, closed.models.keys() | {sent.cluster_id for sent in closed.late})
         return closed
+
+    def _show_products(self, closed: ClosedRound) -> None:
+        """Show the adapters of all models as products, if these are aggregated."""
+        split = self._split
+        if split is None or split.model.aggregate != PRODUCTS or not closed.models:
+            return
+        products = closed.products = RoundProducts.of(
+            split.model, [self.template, *closed.models.values()], whole=split.whole_products
+        )
+        closed.before = products.show(self.template, split.model)
+        for name, arrays in closed.models.items():
+            closed.models[name] = products.show(arrays, self._models[name])
+        for number, reply in enumerate(closed.replies):
+            if reply.has_content() and (sent := records.sender_of(reply, self.sent)) is not None:
+                name, arrays = records.only_arrays(reply.content, "a reply")
+                content = RecordDict(dict(reply.content))
+                content[name] = products.show(arrays, self._models[sent.cluster_id])
+                closed.replies[number] = records.with_content(reply, content)
 
     def give_up(self, closed: ClosedRound, there: Collection[str]) -> None:
         """Count the clusters as failed that were asked and are not ``there``, nor late any more."""
@@ -374,9 +403,13 @@ class OpenRound:
             name, arrays = records.only_arrays(content, "the inner strategy's message", _ONE_MODEL)
             if any(sent.cluster_id == cluster_id for sent in self.sent):
                 raise RunError(f"cluster {cluster_id} is asked twice in a round: give it one node")
+            trains = message.metadata.message_type.partition(".")[0] == "train"
+            rank = self.plan.ranks.get(cluster_id, 0) if trains else 0
+            model = self._models[cluster_id] = with_rank(self._split.model, rank, cluster_id)
+            arrays = convert(arrays, self._split.model, model)
             sent_arrays = self._personal.insert(cluster_id, arrays)
             content[name] = sent_arrays.copy()
-            task = self._split.make_task(name, content)
+            task = self._split.make_task(name, content, model)
             updates = task.learning.updates
         assignment = records.TaskAssignment(
             server_round=self.plan.server_round,
@@ -456,7 +489,7 @@ class OpenRound:
         closed.received_bytes += records.content_bytes(reply.content)
         try:
             content, telemetry = border.trained(reply.content, sent, plan, self._weighted_by)
-            content = self._check_model(content, name)
+            content = self._check_model(content, sent)
             most = int(border.MOST_EXAMPLES)
             telemetry = telemetry and replace(telemetry, examples=min(telemetry.examples, most))
             check = border.check_possible if self._split is None else border.check_weight
@@ -476,13 +509,14 @@ class OpenRound:
         log.warning("the reply of cluster %s is unusable: %s", sent.cluster_id, error)
         return records.as_failed(reply, error)
 
-    def _check_model(self, content: RecordDict, cluster_id: str) -> RecordDict:
+    def _check_model(self, content: RecordDict, sent: Sent) -> RecordDict:
         """Check that the model is like the one sent, and finite; raises Diverged, LinkError."""
+        cluster_id = sent.cluster_id
         if self._split is None:
             for arrays in content.array_records.values():
                 if (key := find_not_finite(arrays, self.template)) is not None:
                     raise Diverged(f"cluster {cluster_id}: {border.explain_divergence(key)}")
             return content
         name, arrays = records.only_arrays(content, f"the reply of cluster {cluster_id}")
-        content[name] = self._split.check_reply(cluster_id, arrays, self.template)
+        content[name] = self._split.check_reply(cluster_id, arrays, sent.arrays)
         return content

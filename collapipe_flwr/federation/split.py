@@ -32,6 +32,7 @@ from collapipe_flwr.federation.records import SplitTask, asked_optimizer
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.host.service import HostService
 from collapipe_flwr.models.any_splitter import DescribedModel
+from collapipe_flwr.models.spec import PRODUCTS
 from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.pipeline.config import PassesDone
 from collapipe_flwr.transport.client import HostClient
@@ -44,25 +45,33 @@ class SplitTraining:
     """The split model in one round; ``edge`` is for clusters that name none."""
 
     def __init__(
-        self, model: DescribedModel, edge: DefaultEdge, learning: LearningSettings
+        self,
+        model: DescribedModel,
+        edge: DefaultEdge,
+        learning: LearningSettings,
+        *,
+        whole_products: bool = False,
     ) -> None:
-        self.model = model
+        """Show aggregated products of adapters whole, or else by their cores."""
+        self.model, self.whole_products = model, whole_products
         self._edge = edge
         self._learning = learning
 
-    def make_task(self, name: str, content: RecordDict) -> SplitTask:
+    def make_task(self, name: str, content: RecordDict, model: DescribedModel) -> SplitTask:
         """Make the task that trains the model ``content[name]`` by the config in ``content``.
 
-        Raises RunError for another model, ConfigError for unusable settings.
+        ``model`` is ours, with adapters of the cluster's rank. Raises RunError for another model,
+        ConfigError for unusable settings.
         """
         self._check_keys(set(content.array_records[name]))
         optimizer = asked_optimizer(content, self._learning.optimizer)
         return SplitTask(
-            model_spec_json=self.model.spec_json,
+            model_spec_json=model.spec_json,
             edge_address="" if self._edge.is_here else self._edge.address,
             simulated_edge=self._edge.address if self._edge.is_here else "",
             learning=replace(self._learning, optimizer=optimizer),
             shape=self.model.shape,
+            products=self.model.aggregate == PRODUCTS,
         )
 
     def check_reply(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,11 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import is_within
 from collapipe_flwr.models.front import FrontPart
 from collapipe_flwr.models.layout import EDGE, EMBEDDING, Layout
-from collapipe_flwr.models.lora import key_of
+from collapipe_flwr.models.lora import is_adapter, key_of
 from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights, require_tensor
+from collapipe_flwr.models.products import Adapter
 from collapipe_flwr.models.skeleton import read_tensor
+from collapipe_flwr.models.spec import FACTORS, PRODUCTS
 from collapipe_flwr.models.tasks import Batch, Objective
 
 if TYPE_CHECKING:
@@ -106,6 +108,11 @@ class AnySplitter(ABC):
             for path in paths
             if key_of(path) != key
         }
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The pairs of factors of its adapters."""
+        return ()
 
     def select_travelling(self, state: Weights) -> dict[str, Tensor]:
         """Select the part of the unsplit model's ``state_dict`` that travels.
@@ -234,15 +241,24 @@ class DescribedModel:
     """A model as server and clusters know it: its ``splitter``, for batches of ``shape``.
 
     Plans choose the batch size if ``batch_size`` is None. ``personal`` parameters (modules or
-    tensors) are never averaged; raises ModelError for one that the model does not have.
+    tensors) are never averaged; ``aggregate`` says what of adapters is. Raises ModelError for a
+    personal parameter that the model does not have, or that products cannot leave out.
     """
 
     splitter: AnySplitter
     shape: BatchShape
     batch_size: int | None = None
     personal: tuple[str, ...] = ()
+    aggregate: str = FACTORS
 
     def __post_init__(self) -> None:
+        if self.aggregate not in (FACTORS, PRODUCTS):
+            raise ModelError(f"aggregate must be factors or products, got {self.aggregate!r}")
+        if self.aggregate == PRODUCTS and any(map(is_adapter, self.personal_keys)):
+            raise ModelError(
+                f"personal names adapters ({' '.join(self.personal)}), whose products with those "
+                "of others have no mean: leave them out, or set aggregate to factors"
+            )
         for name in self.personal:
             if not any(is_within(key, [name]) for key in self.splitter.all_keys()):
                 raise ModelError(f"personal names {name!r}, which is not a part of the model")
@@ -256,6 +272,13 @@ class DescribedModel:
     def keys(self) -> frozenset[str]:
         """All keys of the model, without ``aliases``."""
         return self._sent(self.splitter.all_keys())
+
+    @cached_property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """See ``AnySplitter.adapters``; by the keys of messages."""
+        prefix = self.splitter.prefix
+        pairs = self.splitter.adapters
+        return tuple(replace(pair, a=prefix + pair.a, b=prefix + pair.b) for pair in pairs)
 
     @cached_property
     def edge_keys(self) -> frozenset[str]:

@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from collapipe_flwr.core.errors import ModelError, extra, prefix_errors
 from collapipe_flwr.models.foreign_errors import translate_errors
+from collapipe_flwr.models.products import Adapter
 from collapipe_flwr.models.spec import ModelSpec
 
 ALL_LINEAR = "all-linear"
@@ -110,6 +111,27 @@ def read_live_config(adapter_json: str) -> tuple[str, Any]:
     values = json.loads(adapter_json)
     with translate_errors(_UNFIT, (ValueError, TypeError)):
         return values.pop("adapter_name"), _peft().LoraConfig(**values, inference_mode=False)
+
+
+def list_adapters(model: nn.Module) -> tuple[Adapter, ...]:
+    """List the pairs of factors in a model with adapters; raises ModelError for biased ones."""
+    from peft.tuners.lora import LoraLayer
+
+    found = []
+    for path, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        for name, scale in layer.scaling.items():
+            if layer.lora_bias.get(name):
+                raise ModelError(
+                    "lora_bias adds to the product of the factors, which alone is aggregated: "
+                    "leave it out, or aggregate factors"
+                )
+            on_table = name in layer.lora_embedding_A
+            part, end = ("lora_embedding_", "") if on_table else ("lora_", ".weight")
+            a, b = (key_of(f"{path}.{part}{side}.{name}{end}") for side in "AB")
+            found.append(Adapter(a=a, b=b, scale=scale, on_table=on_table))
+    return tuple(found)
 
 
 def find_default_targets(model_type: str) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ MODEL_TYPES = (  # of transformers, that `families` splits by a record of their 
     "gemma3_text",
 )
 FROZEN_DTYPES = ("float32", "bfloat16", "int8", "nf4")
+FACTORS, PRODUCTS = "factors", "products"  # of adapters: what is averaged across clusters
 _DEMO = (
     "d_model=64 encoder_layers=6 decoder_layers=2 encoder_attention_heads=4 "
     "decoder_attention_heads=4 encoder_ffn_dim=128 decoder_ffn_dim=128 "
@@ -67,7 +68,8 @@ class LoraConfig:
 
     Adapters count ``alpha / rank`` times. ``target_modules`` are ends of module names, or the one
     word ``all-linear``; ``modules_to_save`` train in full and travel with the adapters. Frozen
-    matrices are kept in ``frozen_dtype`` and widened for each product.
+    matrices are kept in ``frozen_dtype`` and widened for each product. ``rank`` is that of the
+    global adapters; clusters may train smaller ones if ``aggregate`` is products.
     """
 
     rank: int = key(0, at_least(0))  # 0: train all weights
@@ -76,6 +78,7 @@ class LoraConfig:
     target_modules: tuple[str, ...] = key((), words())  # empty: peft's choice
     modules_to_save: tuple[str, ...] = key((), words())  # empty: the head of a classifier
     frozen_dtype: str = key("float32", one_of(*FROZEN_DTYPES))  # in memory
+    aggregate: str = key(FACTORS, one_of(FACTORS, PRODUCTS))  # see `models.products`
 
     def __post_init__(self) -> None:
         check_keys(self, "lora.")
@@ -229,6 +232,20 @@ class ModelSpec(_Description):
     def unadapted(self) -> ModelSpec:
         """The same model without adapters."""
         return replace(self, lora=None, adapter_json="", base_digests=())
+
+    @property
+    def rank(self) -> int:
+        """The rank of its adapters, 0 without any; patterns of a live model may name others."""
+        if self.lora is not None:
+            return self.lora.rank
+        return int(json.loads(self.adapter_json)["r"]) if self.adapter_json else 0
+
+    def with_rank(self, rank: int) -> ModelSpec:
+        """Return the same model with adapters of another rank."""
+        if self.lora is not None:
+            return replace(self, lora=replace(self.lora, rank=rank))
+        values = {**json.loads(self.adapter_json), "r": rank}
+        return replace(self, adapter_json=json.dumps(values, sort_keys=True))
 
 
 Example = tuple[str, str, tuple[int, ...]]  # tensor of a batch, dtype, shape

@@ -35,7 +35,7 @@ from collapipe_flwr.models.live_models import (
 from collapipe_flwr.models.module_call import list_arguments
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.skeleton import build_module, make_example_inputs
-from collapipe_flwr.models.spec import BatchShape, ModelSpec, ModuleSpec
+from collapipe_flwr.models.spec import FACTORS, BatchShape, ModelSpec, ModuleSpec
 from collapipe_flwr.models.splitter import Splitter, splitter_of
 from collapipe_flwr.models.tasks import LABELS, numbers_of
 
@@ -63,7 +63,8 @@ class SplitModel(DescribedModel):
     micro-batch. ``inputs`` are the tensors of a batch that forward reads. ``personal`` parameters
     (modules or tensors) are never averaged. With ``hold_frozen``, the embedding and the frozen
     blocks behind it stay at the control unit (models of transformers), which may keep their results
-    (`LearningSettings.cache`).
+    (`LearningSettings.cache`). Of adapters, ``aggregate`` averages
+    "factors" or "products", which clusters of several ranks have in common.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class SplitModel(DescribedModel):
         edge_blocks: int = 0,
         hold_frozen: bool = False,
         personal: Sequence[str] = (),
+        aggregate: str = FACTORS,
     ) -> None:
         if isinstance(model, nn.Module):
             refuse_unfit(model)
@@ -125,6 +127,7 @@ class SplitModel(DescribedModel):
             self._find_shape(spec, length),
             batch_size=self._find_batch_size(batch_size),
             personal=tuple(personal),
+            aggregate=aggregate,
         )
         self._check()
         frozen = (*spec.frozen, *self._find_unreached())

@@ -36,11 +36,13 @@ from collapipe_flwr.models.lora import (
     is_adapter,
     is_superseded,
     key_of,
+    list_adapters,
 )
 from collapipe_flwr.models.module_call import list_arguments
 from collapipe_flwr.models.module_splitter import ModuleSplitter
 from collapipe_flwr.models.part import Part, Weights, normalises_batches
 from collapipe_flwr.models.parts import EdgePart, EmbeddingPart, SegmentPart
+from collapipe_flwr.models.products import Adapter
 from collapipe_flwr.models.skeleton import (
     build_random,
     build_skeleton,
@@ -194,6 +196,10 @@ class Splitter(AnySplitter):
         trained = next((key for key in front if key not in self.constant_keys), None)
         if trained is not None:
             raise ModelError(f"{held}{trained!r} is trained: freeze it")
+
+    @cached_property
+    def adapters(self) -> tuple[Adapter, ...]:
+        return list_adapters(self._skeleton) if self.spec.adapted else ()
 
     # Weights
 
@@ -380,7 +386,7 @@ def _find_dropout(settings: Mapping[str, Any]) -> Iterator[float]:
             yield value
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)  # of clusters with different ranks, too
 def splitter_of(spec_json: str) -> AnySplitter:
     """Return the splitter of any model, the same one in every round; raises ModelError."""
     spec = spec_of(spec_json)

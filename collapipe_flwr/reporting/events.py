@@ -53,6 +53,7 @@ class RoundEvent:
     prequential_loss: float | None = None  # on them, before training on them
     epsilon: Mapping[str, float] = field(default_factory=dict)  # spent so far, by cluster
     spared: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # `Spared` by cluster
+    adapter_error: float | None = None  # of products of adapters, cut to the global rank
 
     @property
     def failures(self) -> tuple[Incident, ...]:

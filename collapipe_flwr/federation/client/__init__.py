@@ -9,6 +9,7 @@ CLUSTER_KEY = "cluster"  # the file that lists its devices
 COMPUTE_KEY = "compute"  # the device of its parts
 STATE_KEY = "state-dir"  # the folder of its state between rounds
 CONTROL_UNIT_KEY = "control-unit"  # the socket of its resident control unit
+RANK_KEY = "lora-rank"  # of its adapters
 
 
 def named_path(node_config: Mapping[str, object], key: str, kind: str, default: str = "") -> str:

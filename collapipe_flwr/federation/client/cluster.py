@@ -53,6 +53,7 @@ from collapipe_flwr.federation.privacy_account import Charge, PrivacySpending, c
 from collapipe_flwr.federation.records import NO_SECURE_AGGREGATION, only_arrays
 from collapipe_flwr.federation.updates import EXACT, encode_update, is_coded
 from collapipe_flwr.host.allocator import trim_heap, use_one_heap
+from collapipe_flwr.models.lora import is_adapter
 from collapipe_flwr.models.tasks import LABEL_NAMES
 
 _log = logging.getLogger(__name__)
@@ -253,8 +254,10 @@ class Cluster:
         if len(found) == 1 and (site := self._site_of(context)) is not None:
             state, name = site.state(message, context), next(iter(found))
             reply.content[name] = record = found.pop(name).copy()
-            errors = state.recall(UPDATE_ERRORS)
-            state.remember(UPDATE_ERRORS, encode_update(record, sent, errors or {}, codec))
+            errors = state.recall(UPDATE_ERRORS) or {}
+            if (task := records.read_split_task(message.content)) and task.products:
+                errors = {k: errors[k] for k in errors if not is_adapter(k)}  # of other factors
+            state.remember(UPDATE_ERRORS, encode_update(record, sent, errors, codec))
         return reply
 
     def evaluate(

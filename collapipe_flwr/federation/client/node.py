@@ -50,6 +50,7 @@ from collapipe_flwr.federation.client.node_state import (
     recall_optimizer,
 )
 from collapipe_flwr.federation.client.site import Site
+from collapipe_flwr.federation.products import check_rank
 from collapipe_flwr.federation.records import UnsplitTask, asked_optimizer
 from collapipe_flwr.models.splitter import splitter_of
 from collapipe_flwr.pipeline.compute import bring_home, hold
@@ -88,6 +89,8 @@ class Node:
             )
         place = DataPlace(index=index, count=config.run.clusters, own_data=bool(own))
         site = Site.of(context, config.world, config.edge, config.train)
+        name = site.cluster.id if site.cluster else str(index)
+        check_rank(site.rank, config.lora.rank, config.lora.aggregate, name)
         return Node(config=config, place=place, site=site, context=context)
 
     @staticmethod

@@ -16,13 +16,16 @@ from collapipe_flwr.cluster.fleet import Fleet, ThreadFleet
 from collapipe_flwr.cluster.hosted import Edge, HostedEdge, ThreadEdge
 from collapipe_flwr.cluster.profile import describe_cluster, profile_cluster
 from collapipe_flwr.cluster.recovery import Recovery
-from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
+from collapipe_flwr.config.cluster_file import LORA_RANK, ClusterConfig, read_cluster
 from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile
+from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.hub import expand_home
+from collapipe_flwr.core.keys import check
 from collapipe_flwr.federation.client import (
     CLUSTER_KEY,
     COMPUTE_KEY,
+    RANK_KEY,
     STATE_KEY,
     named_path,
     partition_of,
@@ -52,6 +55,7 @@ class Site:
     cluster: ClusterConfig | None
     simulated: Callable[[int], ClusterProfile]
     train: TrainConfig
+    lora_rank: int = 0  # of its node-config, if that has one
 
     @staticmethod
     def of(context: Context, world: WorldConfig, edge: EdgeConfig, train: TrainConfig) -> Site:
@@ -64,11 +68,18 @@ class Site:
             cluster=cluster_file(context.node_config),
             simulated=partial(describe_cluster, world, index),
             train=replace(train, compute=str(context.node_config.get(COMPUTE_KEY, train.compute))),
+            lora_rank=_own_rank(context.node_config),
         )
 
     def profile(self, examples: int) -> ClusterProfile:
         """Describe the cluster as the planner sees it."""
-        return profile_cluster(self.cluster, examples) if self.cluster else self.simulated(examples)
+        found = profile_cluster(self.cluster, examples) if self.cluster else self.simulated(examples)
+        return replace(found, lora_rank=self.rank or found.lora_rank)
+
+    @property
+    def rank(self) -> int:
+        """The rank of its adapters, 0 where neither its node-config nor its file has one."""
+        return self.lora_rank or (self.cluster.lora_rank if self.cluster else 0)
 
     def state(self, message: Message, context: Context) -> NodeState:
         """Return the state from the last accepted round, for the round that ``message`` asks for.
@@ -133,6 +144,16 @@ class Site:
             patience_s=deadline_s,
             heartbeat=task.learning.heartbeat,
         )
+
+
+def _own_rank(node_config: Mapping[str, object]) -> int:
+    """Read the rank of the node's adapters, 0 without one; raises ConfigError."""
+    found = node_config.get(RANK_KEY, 0)
+    if type(found) is not int:
+        raise ConfigError(f"node-config {RANK_KEY} must be a whole number, got {found!r}")
+    if RANK_KEY in node_config:
+        check(f"node-config {RANK_KEY}", found, LORA_RANK)
+    return found
 
 
 def cluster_file(node_config: Mapping[str, object]) -> ClusterConfig | None:

@@ -24,7 +24,7 @@ from collapipe_flwr.data.tasks import Task, load_task
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.checkpoint import read_pretrained_config
 from collapipe_flwr.models.describing import keep_frozen, make_spec
-from collapipe_flwr.models.spec import BatchShape, ModelSpec
+from collapipe_flwr.models.spec import FACTORS, BatchShape, ModelSpec
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.compute import CPU, hold
 from collapipe_flwr.reporting.progress import ClusterProgress
@@ -44,7 +44,9 @@ class Learner:
 
     @property
     def model(self) -> DescribedModel:
-        return DescribedModel(self.splitter, self.shape)
+        lora = self.splitter.spec.lora
+        aggregate = lora.aggregate if lora else FACTORS
+        return DescribedModel(self.splitter, self.shape, aggregate=aggregate)
 
 
 def make_learner(config: AppConfig) -> Learner:

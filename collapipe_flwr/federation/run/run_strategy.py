@@ -21,6 +21,7 @@ from collapipe_flwr.data.metrics import add_counts
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.federation.late import RoundDeadline
 from collapipe_flwr.federation.planner import KnownClusters, Planning
+from collapipe_flwr.federation.products import check_rank
 from collapipe_flwr.federation.records import read_tally
 from collapipe_flwr.federation.run.learner import scores
 from collapipe_flwr.federation.run.strategies import make_strategy
@@ -102,6 +103,8 @@ def make_planner(
         edge_address=config.edge.address,
     )
     model, profiles = planning.check(model), sorted(clusters.values(), key=lambda c: c.cluster_id)
+    for found in profiles:
+        check_rank(found.lora_rank, config.lora.rank, config.lora.aggregate, found.cluster_id)
     world = planning.world(profiles, model)
     with prefix_errors("scheduler.policy"):
         planner = KnownClusters(planning, world, model, names)
