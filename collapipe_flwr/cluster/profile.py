@@ -135,7 +135,7 @@ def profile_cluster(config: ClusterConfig, examples: int) -> ClusterProfile:
         edge=edge,
         other_edges=tuple(filter(None, others)),
         trusted_blocks=config.privacy.trusted_blocks,
-        lora_rank=config.lora_rank,
+        lora_rank=config.lora_rank or 0,
     )
 
 

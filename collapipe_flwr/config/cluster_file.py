@@ -31,7 +31,12 @@ MEMBER_NAME = bounds.MEMBER_NAME
 RELAY_PORT = 50062  # of control units, for devices that dial
 _FINGERPRINT = matches(r"([0-9a-f]{64})?", "must be a SHA-256, 64 hexadecimal digits")
 _ADDRESS = Rule(lambda text: not text or is_address(text), 'must read like "10.0.0.11:50071"')
-LORA_RANK = Rule(lambda v: v >= 1, "must be at least 1, or left out for the run's lora.rank")
+LORA_RANK = Rule(
+    lambda v: v is None or v >= 1,
+    "must be a whole number of at least 1, or left out for the run's lora.rank",
+    read=lambda text: int(text) if text else None,
+    write=lambda v: str(v or ""),
+)
 _HEAD = """\
 # Kept by `collapipe cluster` where it was made, and written anew when a member joins or is removed.
 # Figures, [links] and [privacy] may be edited there; comments are lost.
@@ -117,7 +122,7 @@ class ClusterConfig:
     joining: str = key("", _ADDRESS)
     relay: str = key("", _ADDRESS)
     measured: Path | None = key(None, path())
-    lora_rank: int = key(0, LORA_RANK)  # of its adapters; 0: the run's
+    lora_rank: int | None = key(None, LORA_RANK)  # of its adapters; None: the run's
     folder: Path = Path()
     control_unit: MemberConfig = MemberConfig(name="control-unit")
     devices: tuple[MemberConfig, ...] = ()

@@ -201,3 +201,12 @@ def test_a_cluster_file_knows_the_codecs_that_there_are() -> None:
     for codec in CODECS:
         values = {"id": "g", "device": DEVICES, "links": {"codec": codec}}
         assert parse_cluster(values, Path()).links.codec == codec
+
+
+@pytest.mark.parametrize("rank", [0, -1, 2.5, "four", True])
+def test_a_rank_of_adapters_is_a_whole_number(rank: object) -> None:
+    with pytest.raises(ConfigError, match=r"^lora-rank must be .* got .*"):
+        parse_cluster({"id": "g", "device": DEVICES, "lora-rank": rank}, Path())
+    config = parse_cluster({"id": "g", "device": DEVICES, "lora-rank": 4}, Path())
+    assert profile_of(config, 1).lora_rank == 4
+    assert profile_of(parse_cluster({"id": "g", "device": DEVICES}, Path()), 1).lora_rank == 0

@@ -35,6 +35,7 @@ def test_what_is_written_is_read() -> None:
         privacy=PrivacyConfig(labels="home", trusted_blocks=2),
         tls=TlsConfig(ca="keys/ca.pem"),
         measured=Path("/etc/collapipe/g.json"),
+        lora_rank=4,
     )
     dialled = replace(full, devices=(*DEVICES, DIALS))
     as_edge = replace(dialled, edge=DIALS)

@@ -132,3 +132,42 @@ def test_the_metrics_are_those_of_what_peft_loads(
     assert float(output.loss) == pytest.approx(last["metrics"]["loss"], rel=1e-5)
     assert found == {"accuracy": last["metrics"]["accuracy"]} == last["clusters_metrics"]
     assert float(output.loss) != pytest.approx(0.693, rel=1e-3)  # it has learnt something
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("strategy", ["fedavg", "fedadam"])
+def test_clusters_of_ranks_4_8_and_16_train_one_model(run_app: RunApp, strategy: str) -> None:
+    base = run_app({**ALONE, "run-name": "base", "num-server-rounds": 1})
+    run_dir = run_app(
+        {
+            **ALONE,
+            **ON_ADAPTERS,
+            "run-name": "ranks",
+            "clusters": 3,
+            "strategy": strategy,
+            "num-server-rounds": 2,
+            "lora.rank": 16,
+            "lora.aggregate": "products",
+            "world.lora-ranks": "4,8,16",
+            "links.updates": "int8" if strategy == "fedadam" else "fp32",
+            "model.pretrained": str(base / "model"),
+            "data.tokenizer": str(base / "model"),
+        }
+    )
+    rounds = [*map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())]
+    assert all(len(each["clusters"]) == 3 and each["failures"] == [] for each in rounds)
+    assert all(0 <= each["adapter_error"] < 0.9 for each in rounds)
+    found = load_file(run_dir / "adapter/adapter_model.safetensors")
+    ranks = {value.shape["lora_B" in key] for key, value in found.items() if "lora_" in key}
+    assert ranks == {16}
+
+
+def test_ranks_that_no_run_can_have_are_refused(run_app: RunApp) -> None:
+    given: dict[str, Value] = {**ALONE, "lora.rank": 4, "model.pretrained": "somewhere"}
+    with pytest.raises(ConfigError, match=r"world\.lora-ranks is 4,8 .*lora\.rank=8 and lora\.agg"):
+        run_app({**given, "world.lora-ranks": "4,8", "lora.aggregate": "products"})
+    with pytest.raises(ConfigError, match=r"world\.lora-ranks is 2 .*lora\.aggregate=products"):
+        run_app({**given, "world.lora-ranks": "2"})
+    for key, value in (("train.optimizer-state", "keep"), ("runtime", "whole"), ("lora.rank", 0)):
+        with pytest.raises(ConfigError, match=f"{key} is .* beside lora.aggregate=products"):
+            run_app({**given, "lora.aggregate": "products", key: value})

@@ -21,7 +21,6 @@ from collapipe_flwr.config.schema import EdgeConfig, TrainConfig, WorldConfig
 from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.hub import expand_home
-from collapipe_flwr.core.keys import check
 from collapipe_flwr.federation.client import (
     CLUSTER_KEY,
     COMPUTE_KEY,
@@ -79,7 +78,7 @@ class Site:
     @property
     def rank(self) -> int:
         """The rank of its adapters, 0 where neither its node-config nor its file has one."""
-        return self.lora_rank or (self.cluster.lora_rank if self.cluster else 0)
+        return self.lora_rank or (self.cluster and self.cluster.lora_rank) or 0
 
     def state(self, message: Message, context: Context) -> NodeState:
         """Return the state from the last accepted round, for the round that ``message`` asks for.
@@ -149,11 +148,9 @@ class Site:
 def _own_rank(node_config: Mapping[str, object]) -> int:
     """Read the rank of the node's adapters, 0 without one; raises ConfigError."""
     found = node_config.get(RANK_KEY, 0)
-    if type(found) is not int:
-        raise ConfigError(f"node-config {RANK_KEY} must be a whole number, got {found!r}")
-    if RANK_KEY in node_config:
-        check(f"node-config {RANK_KEY}", found, LORA_RANK)
-    return found
+    if RANK_KEY in node_config and (type(found) is not int or not LORA_RANK.holds(found)):
+        raise ConfigError(f"node-config {RANK_KEY} {LORA_RANK.says}, got {found!r}")
+    return int(str(found))
 
 
 def cluster_file(node_config: Mapping[str, object]) -> ClusterConfig | None:
