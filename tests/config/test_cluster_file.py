@@ -208,5 +208,5 @@ def test_a_rank_of_adapters_is_a_whole_number(rank: object) -> None:
     with pytest.raises(ConfigError, match=r"^lora-rank must be .* got .*"):
         parse_cluster({"id": "g", "device": DEVICES, "lora-rank": rank}, Path())
     config = parse_cluster({"id": "g", "device": DEVICES, "lora-rank": 4}, Path())
-    assert profile_of(config, 1).lora_rank == 4
-    assert profile_of(parse_cluster({"id": "g", "device": DEVICES}, Path()), 1).lora_rank == 0
+    assert profile_cluster(config, 1).lora_rank == 4
+    assert profile_cluster(parse_cluster({"id": "g", "device": DEVICES}, Path()), 1).lora_rank == 0

@@ -72,7 +72,9 @@ class Site:
 
     def profile(self, examples: int) -> ClusterProfile:
         """Describe the cluster as the planner sees it."""
-        found = profile_cluster(self.cluster, examples) if self.cluster else self.simulated(examples)
+        found = (
+            profile_cluster(self.cluster, examples) if self.cluster else self.simulated(examples)
+        )
         return replace(found, lora_rank=self.rank or found.lora_rank)
 
     @property
