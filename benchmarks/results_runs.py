@@ -213,6 +213,8 @@ def _seed_lines(name: str, metrics: list[str]) -> Iterator[str]:
         run = "pipeline" if label == "untrained" else label.lower()
         folders = [RESULTS / f"{name}-{run}-{seed}" for seed in STUDIES[name].seeds]
         read = [f for f in folders if f.exists()]
+        if not read:
+            continue
         told = [json.loads((f / "summary.json").read_text(encoding="utf-8")) for f in read]
         last = [each["untrained"] for each in told]
         if label != "untrained":
