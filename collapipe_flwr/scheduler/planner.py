@@ -38,6 +38,7 @@ from collapipe_flwr.scheduler.search import HASTY_CLUSTERS, Search
 
 POLISHED_CLUSTERS = 5  # up to here time allows trying runners-up one by one
 JOINED_CLUSTERS = 8  # and up to here the best choice of all of them together
+FRESH_CLUSTERS = 8  # up to here time allows searching from scratch in every round
 HASTENED_CLUSTERS = 1000  # up to here it allows polishing first decisions of many clusters
 POLISH_SOLVES = 32  # radio solves spent on runners-up
 POLISH_RIVALS = 8  # of them at a time, by either order
@@ -104,10 +105,11 @@ class PlanSolver(PlanningProblem):
     def solve(self, stay: Solution | None = None, spare: Layouts | None = None) -> Solution:
         """Search the best plan, from scratch or also from ``stay``; raises InfeasibleError.
 
-        Many clusters leave time for one choice besides ``stay``, with rows of a ``spare`` plan.
+        More than `FRESH_CLUSTERS` leave time for one choice near ``stay``, with ``spare`` rows.
         """
         search = Search(self, spare)
-        rows = search.choose(self.opening_prices(), None if self.few or stay is None else stay.rows)
+        anew = self.tables.num_clusters <= FRESH_CLUSTERS
+        rows = search.choose(self.opening_prices(), None if anew or stay is None else stay.rows)
         best = self.radio(rows)
         if stay is not None:
             best = min(stay, best, key=lambda s: s.objective)

@@ -74,7 +74,7 @@ class Search:
         """
         self.scorer = Scorer(self.problem, prices)
         self.cost_mi = self._device_cost()
-        if self.pool is None and not self.few:
+        if self.pool is None and not (self.few and now is None):
             self.thorough = now is None
             self.hasty = not self.thorough and len(self.clusters) > HASTY_CLUSTERS
             if self.thorough:
