@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.plans import make_plan, spread_evenly
 from collapipe_flwr.cluster import recovery
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.cluster.recovery import RecoveringPipeline, Recovery
-from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, DeviceProfile, Segment
+from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
@@ -56,30 +57,6 @@ def splitter_of(sizes: dict[str, int], vocabulary: int) -> Splitter:
     options: dict[str, Any] = {"overrides": sizes, "vocab_size": vocabulary, "pad_token_id": 0}
     return Splitter(
         make_spec("sequence-classification", model_type="bert", num_labels=4, **options)
-    )
-
-
-def plan_of(blocks: int) -> ClusterPlan:
-    """Equal segments."""
-    cuts = [blocks * n // DEVICES for n in range(DEVICES + 1)]
-    segments = (
-        Segment(device_id=f"A/d{n}", first_block=cuts[n], stop_block=cuts[n + 1])
-        for n in range(DEVICES)
-    )
-    return ClusterPlan(
-        cluster_id="A",
-        segments=tuple(segments),
-        micro_batch_size=SIZE,
-        micro_batches=COUNT,
-        warmup_depth=(COUNT,) * (DEVICES + 2),
-        local_steps=1,
-        bandwidth_hz=1.0,
-        tx_power_w={},
-        gradient_power_w={},
-        latency_s=1.0,
-        step_s=1.0,
-        energy_j={},
-        memory_bytes={},
     )
 
 
@@ -130,7 +107,7 @@ def measured(
     known = Recovery(profile=profile(), model=lambda: profile_model(splitter, shape))
     rule = OptimizerConfig(name="adamw", learning_rate=1e-4)
     order = TrainingOrder(
-        plan=plan_of(splitter.num_blocks),
+        plan=make_plan("A", spread_evenly(splitter.num_blocks, DEVICES), size=SIZE, count=COUNT),
         weights=splitter.initial_weights(seed=0),
         learning=LearningSettings(optimizer=rule, snapshot_every=STEPS),
         dropout_seed=1,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.plans import make_plan
 from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
@@ -26,7 +27,6 @@ from collapipe_flwr.core.domain import (
     DeviceProfile,
     ModelProfile,
     PlannedExecution,
-    Segment,
 )
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
@@ -82,26 +82,11 @@ class Cut:
     schedule: str = "gpipe"
 
     def plan(self) -> ClusterPlan:
-        starts = (0, *self.stops[:-1])
-        return ClusterPlan(
-            cluster_id="A",
-            segments=tuple(
-                Segment(device_id=f"A/d{i}", first_block=first, stop_block=stop)
-                for i, (first, stop) in enumerate(zip(starts, self.stops, strict=True))
-            ),
-            micro_batch_size=max(self.micro_batches),
-            micro_batches=len(self.micro_batches),
-            warmup_depth=self.warmup_depth(),
-            local_steps=1,
-            bandwidth_hz=1.0,
-            tx_power_w={},
-            gradient_power_w={},
-            latency_s=1.0,
-            step_s=1.0,
-            energy_j={},
-            memory_bytes={},
-            execution=PlannedExecution(schedule=self.schedule),
+        plan = make_plan(
+            "A", self.stops, size=max(self.micro_batches), count=len(self.micro_batches)
         )
+        execution = PlannedExecution(schedule=self.schedule)
+        return replace(plan, warmup_depth=self.warmup_depth(), execution=execution)
 
     def warmup_depth(self) -> tuple[int, ...]:
         stages = len(self.stops) + 2

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import child_environment
+from benchmarks.plans import make_plan, spread_evenly
 from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
 from collapipe_flwr.cluster.hosted import HostedEdge
 from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
@@ -27,7 +28,7 @@ from collapipe_flwr.cluster.profile import profile_cluster
 from collapipe_flwr.cluster.recovery import Recovery
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, parse_cluster
-from collapipe_flwr.core.domain import ClusterPlan, Segment
+from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.core.links import Heartbeat
 from collapipe_flwr.models.describing import make_spec
@@ -158,36 +159,17 @@ def small_job(devices: int, *, steps: int = 6, blocks: int = 6) -> Job:
         num_labels=_LABELS,
     )
     splitter = Splitter(spec)
-    stops = [blocks * (n + 1) // devices for n in range(devices)]
     return Job(
         splitter=splitter,
         weights=splitter.initial_weights(seed=1),
-        plan=plan_of(stops, steps),
+        plan=make_recovery_plan(spread_evenly(blocks, devices), steps),
         steps=steps,
     )
 
 
-def plan_of(stops: Sequence[int], steps: int) -> ClusterPlan:
-    """Blocks up to each of ``stops`` on one device after the other."""
-    spans = zip((0, *stops[:-1]), stops, strict=True)
-    return ClusterPlan(
-        cluster_id=_ID,
-        segments=tuple(
-            Segment(device_id=f"{_ID}/d{n}", first_block=first, stop_block=stop)
-            for n, (first, stop) in enumerate(spans)
-        ),
-        micro_batch_size=4,
-        micro_batches=2,
-        warmup_depth=(2,) * (len(stops) + 2),
-        local_steps=steps,
-        bandwidth_hz=1.0,
-        tx_power_w={},
-        gradient_power_w={},
-        latency_s=1.0,
-        step_s=1.0,
-        energy_j={},
-        memory_bytes={},
-    )
+def make_recovery_plan(stops: Sequence[int], steps: int) -> ClusterPlan:
+    """Plan two micro-batches of four examples for blocks up to each of ``stops``."""
+    return make_plan(_ID, stops, size=4, count=2, steps=steps)
 
 
 def _micro_batch(splitter: Splitter, seed: int) -> MicroBatch:

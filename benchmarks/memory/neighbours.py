@@ -20,7 +20,6 @@ from collapipe_flwr.cluster.hosted import HostedEdge, RemoteStage, make_edge_req
 from collapipe_flwr.cluster.order import TrainingOrder
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
-from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.measurements import StageMeasurement
 from collapipe_flwr.models.splitter import Splitter
@@ -40,7 +39,7 @@ from collapipe_flwr.transport.codec import decode_frame, encode_frame
 from collapipe_flwr.transport.weights import cut_weights
 
 WAIT_S = 600.0
-_ID = "memory"
+ID = "memory"
 _NOWHERE = "127.0.0.1:1"
 
 
@@ -147,7 +146,7 @@ class NearFleet(RemoteFleet):
         return NearFleet(
             splitter=splitter,
             cluster=ClusterConfig(
-                id=_ID,
+                id=ID,
                 folder=Path(),
                 control_unit=MemberConfig(name="control-unit"),
                 devices=members,
@@ -160,31 +159,8 @@ class NearFleet(RemoteFleet):
 
     @contextmanager
     def _make_client(self, hop: NextHop) -> Iterator[Any]:  # type: ignore[override]
-        assert hop.name.startswith(_ID)
+        assert hop.name.startswith(ID)
         yield NearClient(self.splitter)
-
-
-def even_plan(blocks: int, devices: int, steps: int) -> ClusterPlan:
-    """As many blocks on each device, one micro-batch per step."""
-    each = blocks // devices
-    return ClusterPlan(
-        cluster_id=_ID,
-        segments=tuple(
-            Segment(device_id=f"{_ID}/d{n}", first_block=n * each, stop_block=(n + 1) * each)
-            for n in range(devices)
-        ),
-        micro_batch_size=1,
-        micro_batches=1,
-        warmup_depth=(1,) * (devices + 2),
-        local_steps=steps,
-        bandwidth_hz=1.0,
-        tx_power_w={},
-        gradient_power_w={},
-        latency_s=1.0,
-        step_s=1.0,
-        energy_j={},
-        memory_bytes={},
-    )
 
 
 def answer(link: MemoryLink) -> None:

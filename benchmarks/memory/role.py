@@ -17,13 +17,14 @@ import collapipe_flwr.host.servicer
 import collapipe_flwr.transport.client  # noqa: F401
 from benchmarks.memory.footprint import RoleOrder
 from benchmarks.memory.neighbours import (
+    ID,
     WAIT_S,
     NearFleet,
     OwnEdge,
     answer,
     answering_thread,
-    even_plan,
 )
+from benchmarks.plans import make_plan, spread_evenly
 from benchmarks.resident import AnonymousPeak, file_bytes, peak_bytes
 from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.hosted import HostedEdge
@@ -116,7 +117,9 @@ class Player:
             weight=splitter.weight_of(batch),
         )
         asked = TrainingOrder(
-            plan=even_plan(splitter.num_blocks, order.devices, order.steps),
+            plan=make_plan(
+                ID, spread_evenly(splitter.num_blocks, order.devices), steps=order.steps
+            ),
             weights=weights,
             learning=LearningSettings(optimizer=RULE, deadline_s=WAIT_S),
         )

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.plans import make_plan
 from benchmarks.privacy.study import SEED, Batch, Study
 from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
-from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.federation.client.pipeline_round import micro_batch
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, Link
@@ -68,7 +68,7 @@ def record(study: Study, splitter: Splitter, batches: list[Batch]) -> Recording:
     """Train one step per batch, each a micro-batch, and keep every frame."""
     weights, _ = splitter.first_weights(SEED)
     order = TrainingOrder(
-        plan=_plan(study.sizes.cuts, study.sizes.batch),
+        plan=make_plan("A", study.sizes.cuts[1:], size=study.sizes.batch),
         weights=weights,
         learning=LearningSettings(
             optimizer=OptimizerConfig(learning_rate=study.sizes.learning_rate, weight_decay=0.0),
@@ -129,25 +129,3 @@ def compute_hidden(
             hidden = segment(hidden, context)
             found[stop] = hidden
         yield batch, found
-
-
-def _plan(cuts: Sequence[int], size: int) -> ClusterPlan:
-    """A device per pair of cuts, whole batches."""
-    return ClusterPlan(
-        cluster_id="A",
-        segments=tuple(
-            Segment(device_id=f"A/{start}", first_block=start, stop_block=stop)
-            for start, stop in pairwise(cuts)
-        ),
-        micro_batch_size=size,
-        micro_batches=1,
-        warmup_depth=(1,) * (len(cuts) + 1),
-        local_steps=1,
-        bandwidth_hz=1.0,
-        tx_power_w={},
-        gradient_power_w={},
-        latency_s=1.0,
-        step_s=1.0,
-        energy_j={},
-        memory_bytes={},
-    )

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.data_plane.codecs import CodecTask, batches_of, make_trial
-from benchmarks.data_plane.recovery import Daemon, Job, cluster_of, plan_of, run_job
+from benchmarks.data_plane.recovery import Daemon, Job, cluster_of, make_recovery_plan, run_job
 from benchmarks.rounds.metered import METER, PARTS, PASSES
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import Heartbeat
@@ -109,7 +109,7 @@ def measure(
             job = Job(
                 splitter=splitter,
                 weights=splitter.initial_weights(seed=1),
-                plan=plan_of(stops, steps),
+                plan=make_recovery_plan(stops, steps),
                 steps=steps,
                 heartbeat=Heartbeat(),
                 dropout_seed=None,  # as of models without any

@@ -10,7 +10,8 @@ import json
 
 import torch
 
-from benchmarks.memory.neighbours import NearFleet, even_plan
+from benchmarks.memory.neighbours import ID, NearFleet
+from benchmarks.plans import make_plan, spread_evenly
 from benchmarks.resident import forget_peak, peak_bytes, resident_bytes
 from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
@@ -52,7 +53,7 @@ def main() -> None:
     before_bytes = resident_bytes()
     forget_peak()
     order = TrainingOrder(
-        plan=even_plan(splitter.num_blocks, DEVICES, STEPS),
+        plan=make_plan(ID, spread_evenly(splitter.num_blocks, DEVICES), steps=STEPS),
         weights=offload_tensors(message),
         learning=LearningSettings(),
     )

@@ -16,6 +16,7 @@ from collapipe_flwr.membership.admission import JoiningService
 from collapipe_flwr.membership.newcomer import Membership, Newcomer, join
 from collapipe_flwr.membership.registry import Registry, issue_token
 from collapipe_flwr.membership.tokens import JoinToken
+from tests.ports import free_port
 
 ID, UNIT = "shed", "cu-shed"
 
@@ -31,10 +32,21 @@ def new_registry(
 
 
 @pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return new_registry(tmp_path / "cu", f"127.0.0.1:{free_port()}")
+
+
+@pytest.fixture
 def joining(registry: Registry) -> Iterator[JoiningService]:
     """Lets boards join the ``registry`` of the test."""
     with JoiningService(registry, "127.0.0.1:0") as listening:
         yield listening
+
+
+@pytest.fixture
+def pair(tmp_path: Path, registry: Registry, joining: JoiningService) -> list[Membership]:
+    """The memberships of two boards that have joined the ``registry``."""
+    return join_pair(tmp_path, registry, joining)
 
 
 def print_token(
@@ -54,6 +66,12 @@ def measured(name: str) -> Measured:
 
 def joined(service: JoiningService, token: JoinToken, newcomer: Newcomer) -> Membership:
     return join(token, newcomer, measured, address=service.address)
+
+
+def join_pair(folder: Path, registry: Registry, service: JoiningService) -> list[Membership]:
+    """Let the boards pi-1 and pi-2 join by one token."""
+    token = print_token(registry, members=2)
+    return [joined(service, token, board(folder, n, free_port())) for n in ("pi-1", "pi-2")]
 
 
 def rosters_of(member: Membership) -> Rosters:

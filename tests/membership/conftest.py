@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from tests.membership.clusters import joining  # noqa: F401
+from tests.membership.clusters import joining, pair, registry  # noqa: F401

@@ -30,6 +30,7 @@ from tests.membership.clusters import (
     UNIT,
     board,
     daemon,
+    join_pair,
     joined,
     new_registry,
     print_token,
@@ -39,15 +40,9 @@ from tests.ports import free_port
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Registry:
-    return new_registry(tmp_path / "cu", f"127.0.0.1:{free_port()}")
-
-
-@pytest.fixture
 def pair(tmp_path: Path, registry: Registry, joining: JoiningService) -> list[Membership]:
-    token = print_token(registry, members=2)
     with signing(days_ago=600):
-        return [joined(joining, token, board(tmp_path, n, free_port())) for n in ("pi-1", "pi-2")]
+        return join_pair(tmp_path, registry, joining)
 
 
 @contextmanager

@@ -48,17 +48,6 @@ from tests.pipeline.chains import Head
 from tests.ports import free_port
 
 
-@pytest.fixture
-def registry(tmp_path: Path) -> Registry:
-    return new_registry(tmp_path / "cu", f"127.0.0.1:{free_port()}")
-
-
-@pytest.fixture
-def pair(tmp_path: Path, registry: Registry, joining: JoiningService) -> list[Membership]:
-    token = print_token(registry, members=2)
-    return [joined(joining, token, board(tmp_path, n, free_port())) for n in ("pi-1", "pi-2")]
-
-
 def remove(registry: Registry, name: str) -> tuple[Roster, dict[str, str]]:
     """As `collapipe cluster remove` does."""
     with registry.lock():

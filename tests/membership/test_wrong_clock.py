@@ -13,15 +13,10 @@ import pytest
 from collapipe_flwr.config.cluster_file import Role, read_cluster
 from collapipe_flwr.membership.admission import JoiningService
 from collapipe_flwr.membership.registry import Registry
-from tests.membership.clusters import ID, board, joined, names, new_registry, print_token
+from tests.membership.clusters import ID, board, joined, names, print_token
 from tests.ports import free_port
 
 SAID = "clock says 1970-01-01"
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> Registry:
-    return new_registry(tmp_path / "cu", f"127.0.0.1:{free_port()}")
 
 
 def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
