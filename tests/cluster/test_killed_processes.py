@@ -34,8 +34,8 @@ def striking(phase: str, step: int, strike: Callable[[], None]) -> Iterator[list
     ``placing`` and ``collecting`` are before the first step of a chain, and behind its last.
     """
     struck_s: list[float] = []
-    around = {"placing": (RemoteFleet, "chain"), "collecting": (RemoteFleet, "collect")}
-    owner, name = around.get(phase, (RemoteFleet, "chain"))
+    around = {"placing": (RemoteFleet, "open_chain"), "collecting": (RemoteFleet, "collect")}
+    owner, name = around.get(phase, (RemoteFleet, "open_chain"))
     method = getattr(owner, name)
 
     def hit_first(*args, **more):

@@ -53,7 +53,7 @@ def _before(owner: type, name: str, when: Callable[..., bool]) -> None:
 
 def _arm(phase: str) -> None:
     always = {
-        "placing": (RemoteFleet, "chain"),
+        "placing": (RemoteFleet, "open_chain"),
         "collecting": (RemoteFleet, "collect"),
     }
     if phase in always:
