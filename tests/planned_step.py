@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collapipe_flwr.core.domain import ClusterPlan, Snapshot
 from collapipe_flwr.core.replay import Trace, replay
-from collapipe_flwr.costs.chain import chain_of, step_times
-from collapipe_flwr.costs.layouts import planned_codecs, restricted, rows_of_plans
-from collapipe_flwr.costs.price import achieved_times, planned_powers
+from collapipe_flwr.costs.chain import make_chain, make_step_times
+from collapipe_flwr.costs.layouts import make_plan_rows, select_clusters, set_planned_codecs
+from collapipe_flwr.costs.price import compute_times, gather_powers
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import PricingOptions
 
@@ -15,9 +15,9 @@ def replay_plan(
     plan: ClusterPlan, snapshot: Snapshot, options: PricingOptions | None = None
 ) -> Trace:
     """One optimiser step of ``plan`` under ``snapshot``; raises ScheduleError."""
-    tables = tabulate(restricted(snapshot, [plan.cluster_id]))
-    rows = rows_of_plans(tables, [plan])
-    chain = chain_of(planned_codecs(tables, rows, [plan]), rows, options or PricingOptions())
-    times = achieved_times(chain, [plan], planned_powers(chain, [plan]))
-    step = step_times(chain, times, 0)
+    tables = tabulate(select_clusters(snapshot, [plan.cluster_id]))
+    rows = make_plan_rows(tables, [plan])
+    chain = make_chain(set_planned_codecs(tables, rows, [plan]), rows, options or PricingOptions())
+    times = compute_times(chain, [plan], gather_powers(chain, [plan]))
+    step = make_step_times(chain, times, 0)
     return replay(step, plan.warmup_depth, plan.micro_batches)

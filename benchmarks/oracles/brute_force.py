@@ -14,11 +14,11 @@ import numpy as np
 from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.chain import chain_of, full_power_times, makespan_of
-from collapipe_flwr.costs.layouts import Layouts, of_members, stack
+from collapipe_flwr.costs.chain import compute_full_power_times, compute_makespan_s, make_chain
+from collapipe_flwr.costs.layouts import Layouts, gather_members, stack_layouts
 from collapipe_flwr.costs.radio import LN2
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.costs.work import fits, radio_energy_j
+from collapipe_flwr.costs.work import fits, sum_radio_energy_j
 from collapipe_flwr.scheduler.base import (
     initial_state,
     planner_for,
@@ -52,7 +52,7 @@ def exhaustive(planner: PlanSolver) -> Solution:
 
 
 def _combined(options: list[Layouts], choice: tuple[int, ...]) -> Layouts:
-    return stack([o.take(np.array([c])) for o, c in zip(options, choice, strict=True)])
+    return stack_layouts([o.take(np.array([c])) for o, c in zip(options, choice, strict=True)])
 
 
 def _feasible(planner: PlanSolver, m: int) -> Layouts:
@@ -68,15 +68,15 @@ def _feasible(planner: PlanSolver, m: int) -> Layouts:
 
 def _limits(planner: PlanSolver, rows: Layouts) -> tuple[Array, Array]:
     """Of every row: latency at full power with all bandwidth, energy of endless sends."""
-    chain = chain_of(planner.tables, rows, planner.settings)
+    chain = make_chain(planner.tables, rows, planner.settings)
     width = np.full(len(rows), planner.tables.snapshot.radio.bandwidth_hz)
-    times = full_power_times(chain, width)
-    latency = chain.fixed_s + chain.steps_r * makespan_of(chain, times)
+    times = compute_full_power_times(chain, width)
+    latency = chain.fixed_s + chain.steps_r * compute_makespan_s(chain, times)
     slowest = LN2 * chain.hops.bits * chain.noise_over_gain
     backward = np.where(chain.hops.to_edge, 0.0, slowest)
     sends = chain.steps_r * chain.rows.micro_batches_r
-    energy = chain.fixed_j + radio_energy_j(sends, slowest, backward)
-    return latency, (of_members(planner.price_mi, rows) * energy).sum(1)
+    energy = chain.fixed_j + sum_radio_energy_j(sends, slowest, backward)
+    return latency, (gather_members(planner.price_mi, rows) * energy).sum(1)
 
 
 def _bounds(

@@ -17,9 +17,9 @@ import numpy as np
 from benchmarks.scheduling.orders import Way, least_step_s
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
-from collapipe_flwr.costs.convergence import bound_sums
+from collapipe_flwr.costs.convergence import sum_bound
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.work import share_bytes
+from collapipe_flwr.costs.work import count_share_bytes
 from collapipe_flwr.scheduler.problem import NEVER, Learning
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
@@ -58,7 +58,7 @@ class Round:
         model, margin = self.tables.snapshot.model, 1.0 - self.settings.memory_margin
         block, room = model.blocks[0], margin * self.tables.members.memory_mi[m]
         here = self.tables.members.present_mi[m, 1:]
-        share = share_bytes(self.tables, m, size, count, self.settings)
+        share = count_share_bytes(self.tables, m, size, count, self.settings)
         # 1F1B keeps a micro-batch on the edge and at least one more on every stage ahead of it.
         flights = (count,) * 3 if self.settings.schedule == "gpipe" else (3, 2, 1)
         first, device, last = (size * min(flight, count) for flight in flights)
@@ -74,7 +74,9 @@ class Round:
         model, margin = self.tables.snapshot.model, 1.0 - self.settings.memory_margin
         block, first = model.blocks[0], model.embedding
         room = margin * self.tables.members.memory_mi[m]
-        room[1:] = np.minimum(room[1:], share_bytes(self.tables, m, size, count, self.settings))
+        room[1:] = np.minimum(
+            room[1:], count_share_bytes(self.tables, m, size, count, self.settings)
+        )
         own = np.full(len(spread), (room[0] - first.state_bytes) / max(size * first.stash_bytes, 1))
         free = room[1:] - spread * block.state_bytes
         kept = np.maximum(size * spread * block.stash_bytes, 1)
@@ -168,8 +170,8 @@ def rho_of(learning: Learning, tables: Tables, batch_km: Ints) -> Array:
         return np.ones(len(batch_km))
     examples = tables.examples_m
     steps = np.maximum(np.ceil(examples / batch_km), 1.0)
-    sums = bound_sums(examples / examples.sum(), steps, batch_km.astype(float))
-    return np.minimum(learning.constants.rounds(sums) / learning.reference_rounds, NEVER)
+    sums = sum_bound(examples / examples.sum(), steps, batch_km.astype(float))
+    return np.minimum(learning.constants.count_rounds(sums) / learning.reference_rounds, NEVER)
 
 
 def batch_choices(settings: SchedulerConfig, clusters: int) -> tuple[Ints, Ints]:

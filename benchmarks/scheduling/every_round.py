@@ -13,8 +13,8 @@ import numpy as np
 
 from benchmarks.scheduling.assignments import Round, rho_of, spreads
 from collapipe_flwr.costs.arrays import Array, Ints
-from collapipe_flwr.costs.chain import chain_of, choose_depths, powers_for, price_rows
-from collapipe_flwr.costs.layouts import UNUSED, Layouts, of_members
+from collapipe_flwr.costs.chain import choose_depths, make_chain, price_rows, solve_powers
+from collapipe_flwr.costs.layouts import UNUSED, Layouts, gather_members
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.problem import Learning
 from collapipe_flwr.scheduler.radio.interior_point import equal_shares
@@ -107,11 +107,11 @@ def _within_budgets(one: Round, rows: Layouts) -> float:
     rows = rows.take(fits(tables, rows, one.settings))
     if not len(rows):
         return np.inf
-    chain = chain_of(tables, rows, one.settings)
+    chain = make_chain(tables, rows, one.settings)
     share = tables.snapshot.radio.bandwidth_hz / tables.num_clusters
     equal = equal_shares(chain, share * len(rows))
-    priced = price_rows(chain, equal.times, powers_for(chain, equal.edge_hz_r, equal.times))
-    budget: Array = of_members(tables.members.budget_mi, rows, padding=np.inf)
+    priced = price_rows(chain, equal.times, solve_powers(chain, equal.edge_hz_r, equal.times))
+    budget: Array = gather_members(tables.members.budget_mi, rows, padding=np.inf)
     kept = np.flatnonzero((priced.energy_j <= budget).all(1))
     if one.settings.schedule == "gpipe":
         return float(priced.latency_s[kept].min(initial=np.inf))

@@ -8,7 +8,7 @@ from benchmarks.scheduling.plain_costs import NONE, PlainCosts, Rows
 from benchmarks.scheduling.rivals import Pool
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.arrays import Array, Ints
-from collapipe_flwr.costs.layouts import span_sums
+from collapipe_flwr.costs.layouts import sum_spans
 from collapipe_flwr.scheduler.segment_dp import SegmentProblem, any_order, best_path
 
 
@@ -39,8 +39,8 @@ def segments(costs: PlainCosts, m: int, pair: Ints, slope: float) -> SegmentProb
     size, count = (int(v) for v in pair)
     members, prefix, n = costs.tables.members, costs.prefix, int(costs.present[m].sum()) - 1
     steps = float(costs.steps(np.array([m]), np.array([size * count]))[0])
-    ahead, back = span_sums(prefix.forward_flop_l), span_sums(prefix.backward_flop_l)
-    weights = span_sums(prefix.parameter_bytes_l)
+    ahead, back = sum_spans(prefix.forward_flop_l), sum_spans(prefix.backward_flop_l)
+    weights = sum_spans(prefix.parameter_bytes_l)
 
     def each(values_i: Array) -> Array:
         return np.asarray(values_i[1 : n + 1, None, None])
@@ -52,7 +52,7 @@ def segments(costs: PlainCosts, m: int, pair: Ints, slope: float) -> SegmentProb
     cost = cost + steps * worth * (size * count * (ahead + back) + update)
     send = costs.send_worth[m]
     cost = cost + weights * (send[0] * out + each(send) * home)
-    need = span_sums(prefix.state_bytes_l) + size * count * span_sums(prefix.stash_bytes_l)
+    need = sum_spans(prefix.state_bytes_l) + size * count * sum_spans(prefix.stash_bytes_l)
     share = costs.most_bytes(np.array([m]), np.array([float(size)]), np.array([float(count)]))
     room = np.minimum(costs.room[m], share)
     allowed = np.tri(len(need), k=-1, dtype=bool).T & (need <= each(room))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints
-from collapipe_flwr.costs.convergence import bound_sums
+from collapipe_flwr.costs.convergence import sum_bound
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.radio import SHARES
 from collapipe_flwr.scheduler.planner import PlanSolver
@@ -219,8 +219,8 @@ class PlainCosts:
             return np.ones(len(batch))
         examples = self.tables.examples_m
         steps = np.maximum(np.ceil(examples / batch), 1.0)
-        sums = bound_sums(examples / examples.sum(), steps, batch.astype(float))
-        return np.minimum(learning.constants.rounds(sums) / learning.reference_rounds, NEVER)
+        sums = sum_bound(examples / examples.sum(), steps, batch.astype(float))
+        return np.minimum(learning.constants.count_rounds(sums) / learning.reference_rounds, NEVER)
 
     def objective(self, seconds: Array, energy: Array, batch: Ints) -> Array:
         """``V rho max T / T_ref`` plus priced energy of plans, all (K, M)."""

@@ -17,9 +17,9 @@ from benchmarks.scheduling.assignments import Round, batch_choices
 from benchmarks.scheduling.clairvoyant import Clairvoyant
 from benchmarks.scheduling.orders import Stage
 from collapipe_flwr.costs.arrays import Array, Ints
-from collapipe_flwr.costs.chain import Chain, chain_of, choose_depths, full_power_times
+from collapipe_flwr.costs.chain import Chain, choose_depths, compute_full_power_times, make_chain
 from collapipe_flwr.costs.layouts import Layouts
-from collapipe_flwr.costs.makespan import step_makespan_s
+from collapipe_flwr.costs.makespan import compute_step_makespan_s
 from collapipe_flwr.costs.many_steps import ManySteps
 
 LOOKS = 8  # at multipliers, anew where spreads turned out to take longer
@@ -92,7 +92,7 @@ def played_s(one: Round, m: int, spread_n: Ints, batch: int) -> float:
                 micro_batch_size_r=np.full(len(orders), size),
                 micro_batches_r=np.full(len(orders), count),
             )
-            chain = chain_of(one.tables, rows, one.settings)
+            chain = make_chain(one.tables, rows, one.settings)
             best = min(best, _Orders(chain, count).least_s())
     return best
 
@@ -103,7 +103,7 @@ class _Orders:
     def __init__(self, chain: Chain, count: int) -> None:
         self.chain, self.count = chain, count
         band_hz = np.full(len(chain.rows), chain.tables.snapshot.radio.bandwidth_hz)
-        self.times = full_power_times(chain, band_hz)
+        self.times = compute_full_power_times(chain, band_hz)
         self.passes = [s.T for s in (chain.forward_stage_s, chain.backward_stage_s)]
         self.hops = [self.times[:, :, way].T for way in (0, 1)]
         self.held = chain.held_rs.T
@@ -151,7 +151,7 @@ class _Orders:
         both = (self.chain.forward_stage_s, self.chain.backward_stage_s)
         hops = (self.times[:, :, 0], self.times[:, :, 1])
         count = self.chain.rows.micro_batches_r.astype(np.float64)
-        return step_makespan_s(
+        return compute_step_makespan_s(
             self.chain.options, both, hops, count, held=self.chain.held_rs.astype(np.float64)
         )
 

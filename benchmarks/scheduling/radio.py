@@ -12,8 +12,8 @@ import numpy as np
 from benchmarks.scheduling.optimality import queued
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.chain import Chain, chain_of, powers_for, price_rows
-from collapipe_flwr.costs.layouts import of_members, rows_of_plans
+from collapipe_flwr.costs.chain import Chain, make_chain, price_rows, solve_powers
+from collapipe_flwr.costs.layouts import gather_members, make_plan_rows
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import planner_for
 from collapipe_flwr.scheduler.policies import make_scheduler
@@ -79,7 +79,7 @@ class RadioInstance:
 
     def value(self, allocation: Allocation) -> float:
         """Latency plus the transmissions' energy, the part that the radio decides."""
-        powers = powers_for(self.chain, allocation.edge_hz_r, allocation.times)
+        powers = solve_powers(self.chain, allocation.edge_hz_r, allocation.times)
         priced = price_rows(self.chain, allocation.times, powers)
         radiated = (self.price_rs * (priced.energy_j - self.chain.fixed_j)).sum()
         return float(self.latency_price * priced.latency_s.max() + radiated)
@@ -123,10 +123,10 @@ def radio_instance(setting: Setting, seed: int) -> RadioInstance:
     plan, state = scheduler.step(state, snapshot)
     tables = tabulate(snapshot)
     planner = planner_for(tables, state, setting.settings)
-    chain = chain_of(tables, rows_of_plans(tables, plan.clusters), setting.settings)
+    chain = make_chain(tables, make_plan_rows(tables, plan.clusters), setting.settings)
     return RadioInstance(
         chain=chain,
-        price_rs=of_members(planner.price_mi, chain.rows),
+        price_rs=gather_members(planner.price_mi, chain.rows),
         latency_price=planner.latency_price * plan.rho,
         bandwidth_hz=snapshot.radio.bandwidth_hz,
     )

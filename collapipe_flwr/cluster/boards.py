@@ -20,11 +20,11 @@ from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.tables import BlockTable, block_table
+from collapipe_flwr.costs.tables import BlockTable, tabulate_blocks
 from collapipe_flwr.costs.work import (
     PricingOptions,
-    least_flight,
-    segment_bytes,
+    count_segment_bytes,
+    find_least_flight,
 )
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.simulation.devices import PRESETS
@@ -187,7 +187,7 @@ class Cut:
 
     def __init__(self, model: ModelProfile, setting: BoardSetting, options: PricingOptions) -> None:
         self._model, self.setting, self._options = model, setting, options
-        self._table: BlockTable = block_table(model)
+        self._table: BlockTable = tabulate_blocks(model)
         adapters = ADAPTER_LIBRARY_BYTES if setting.frozen_dtype else 0
         self._libraries = LIBRARY_BYTES + adapters
         self._needs: dict[float, Array] = {}
@@ -231,8 +231,8 @@ class Cut:
     def load_ends(self, unit: str, head: str | None) -> list[Load]:
         """Load the control unit, and the head on it or on a board of its own."""
         model, count = self._model, self.setting.count
-        first = (model.embedding, float(least_flight(count, 2, self._options)))
-        last = (model.decoder, float(least_flight(count, 0, self._options)))
+        first = (model.embedding, float(find_least_flight(count, 2, self._options)))
+        last = (model.decoder, float(find_least_flight(count, 0, self._options)))
         if head is None:
             return [self._load(unit, "control unit and head", first, last)]
         return [self._load(unit, "control unit", first), self._load(head, "head", last)]
@@ -244,7 +244,7 @@ class Cut:
         """
         stop, loads = len(self._model.blocks), list[Load]()
         for name in sorted(boards, key=lambda name: -find_board_bytes(name)):
-            flight = float(least_flight(self.setting.count, len(loads) + 1, self._options))
+            flight = float(find_least_flight(self.setting.count, len(loads) + 1, self._options))
             needs = self._segments(flight)[:stop, stop]
             needs = needs + self._libraries + HEAP_BYTES
             starts = np.flatnonzero(needs <= share * self._room(name))
@@ -267,7 +267,7 @@ class Cut:
     def _segments(self, flight: float) -> Array:
         if flight not in self._needs:
             size = self.setting.size
-            self._needs[flight] = segment_bytes(self._table, self._options, size, flight)
+            self._needs[flight] = count_segment_bytes(self._table, self._options, size, flight)
         return self._needs[flight]
 
     def _load(

@@ -49,7 +49,7 @@ from collapipe_flwr.core.errors import (
     ModelError,
 )
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.costs.work import end_bytes
+from collapipe_flwr.costs.work import count_end_bytes
 from collapipe_flwr.host.allocator import trim_heap
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.models.parts import EmbeddingPart
@@ -433,7 +433,7 @@ class RecoveringPipeline:
         """Adapt the plan to another edge; raises InfeasibleError where that has no room."""
         plan, profile, model = self.order.plan, recovery.profile, recovery.model()
         need, room = model.decoder, (1.0 - plan.memory_margin) * edge.memory_bytes
-        need_bytes = float(end_bytes(need, plan.micro_batch_size, plan.warmup_depth[-1]))
+        need_bytes = float(count_end_bytes(need, plan.micro_batch_size, plan.warmup_depth[-1]))
         if edge.device_id == profile.control_unit.device_id:
             need_bytes += model.embedding.state_bytes
         if need_bytes > room:

@@ -54,7 +54,7 @@ class DeviceProfile:
     """One device: effective (measured) speed, usable memory, energy and radio limits.
 
     A micro-batch of s examples takes ``s FLOP / speed_flop_per_s`` plus ``overhead_s`` for every
-    block, forward and backward together (`costs.work.computing_of`).
+    block, forward and backward together (`costs.work.price_computing`).
     """
 
     device_id: bounds.Name

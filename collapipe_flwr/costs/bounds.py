@@ -1,4 +1,4 @@
-"""What no plan can beat: lower bounds of a cluster's round, and of its average within budgets.
+"""Lower bounds on a cluster's round under any plan, and on its average within energy budgets.
 
 Derived in docs/theory.md, section 10, for plans that give every device at most one contiguous
 segment. A stage works J times; before, the first micro-batch has passed the stages ahead of it, and
@@ -8,7 +8,7 @@ and h those of the quickest hop between devices, any order of actions takes a st
     ends + max_k ( J y_k + sum_{i < k} (y_i + h) ),        the edge being the last stage.
 
 The least of this over all orders of devices and cuts is a shortest path over (devices used, blocks
-covered). Within energy budgets, what a round takes plus its priced joules bounds the average, at
+covered). Within energy budgets, the seconds of a round plus its priced joules bound the average, at
 any prices of energy. Suffixes: ``_p`` pair of micro-batch size and count, ``_g`` step length,
 ``_n`` device, ``_r`` round. Work is in FLOP per example, both passes of the blocks.
 """
@@ -22,22 +22,22 @@ from functools import cached_property
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints
-from collapipe_flwr.costs.layouts import span_sums
-from collapipe_flwr.costs.radio import SHARES, send_time_s
+from collapipe_flwr.costs.layouts import sum_spans
+from collapipe_flwr.costs.radio import SHARES, compute_send_time_s
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import (
     OPTIMISER_FLOP_PER_BYTE,
     PricingOptions,
-    edge_speeds,
-    local_steps,
-    segment_bytes,
-    server_s,
-    share_bytes,
+    compute_edge_speeds,
+    compute_server_s,
+    count_local_steps,
+    count_segment_bytes,
+    count_share_bytes,
 )
 
 EXACT = 1e-3  # relative width to which the least step is enclosed; its lower end counts
-LONGER = 1.01 ** np.arange(80)  # steps over the least one at which energy is looked at
-MOST_DEVICES = 9  # whose orders are all looked at
+LONGER = 1.01 ** np.arange(80)  # multiples of the least step at which energy is priced
+MOST_DEVICES = 9  # up to so many, all orders are tried
 ASCENTS = 150  # of the prices of energy
 FIRST_STEP = 0.3  # of the unpriced bound, in seconds for a whole budget
 
@@ -55,7 +55,7 @@ class Air:
 class ClusterBound:
     """Cluster ``m`` of snapshots that differ in their channels alone, one per round.
 
-    Memories are those of ``rounds``: caps on them are part of what plans must keep. Raises
+    Memories are those of the first of ``rounds``, with the caps that plans must keep. Raises
     ValueError for no rounds.
     """
 
@@ -76,16 +76,16 @@ class ClusterBound:
         self._room_n = (1.0 - options.memory_margin) * members.memory_mi[m, here]
         self._first_n = members.first_mi[m, here]
         again = 1.0 + float(options.recompute)
-        self._flop = span_sums(again * self._blocks.forward_flop_l + self._blocks.backward_flop_l)
-        self.air_r = [_air(each, m, here) for each in rounds]
-        speed = (float(members.speed_mi[m, 0]), float(edge_speeds(tables, options)[m]))
+        self._flop = sum_spans(again * self._blocks.forward_flop_l + self._blocks.backward_flop_l)
+        self.air_r = [_time_air(each, m, here) for each in rounds]
+        speed = (float(members.speed_mi[m, 0]), float(compute_edge_speeds(tables, options)[m]))
         parts = (model.embedding, model.decoder)
         flops = [part.forward_flop + part.backward_flop for part in parts]
         self._control_s, self._edge_s = (f / c for f, c in zip(flops, speed, strict=True))
         updates_s = sum(part.parameter_bytes / c for part, c in zip(parts, speed, strict=True))
         updates_s += self._blocks.parameter_bytes_l[-1] / self.speed_n.max()
         size_p, count_p = batches[:, 0].astype(float), batches[:, 1].astype(float)
-        steps_p = local_steps(np.asarray(tables.examples_m[m]), size_p * count_p)
+        steps_p = count_local_steps(np.asarray(tables.examples_m[m]), size_p * count_p)
         self._examples_p, self._singles_p = steps_p * size_p * count_p, steps_p * size_p
         self._update_s_p = steps_p * OPTIMISER_FLOP_PER_BYTE * updates_s
 
@@ -95,9 +95,9 @@ class ClusterBound:
         held = []
         for size, count in self.batches.tolist():
             flight = count if self._options.schedule == "gpipe" else 1
-            need = segment_bytes(self._blocks, self._options, size, flight)
+            need = count_segment_bytes(self._blocks, self._options, size, flight)
             good = np.triu(np.ones_like(need), k=1) > 0
-            share = share_bytes(self._tables, self._cluster, size, count, self._options)
+            share = count_share_bytes(self._tables, self._cluster, size, count, self._options)
             room_n = np.minimum(self._room_n, share)
             good = good[None] & (need[None] <= room_n[:, None, None])
             good &= np.arange(len(need))[:, None] >= self._first_n[:, None, None]
@@ -114,7 +114,7 @@ class ClusterBound:
             same = (count, np.isfinite(held).tobytes())
             if same not in known:
                 spans_s = held / self.speed_n[:, None, None]
-                known[same] = shortest_step_s(spans_s, count, between, last, self._edge_s)
+                known[same] = find_shortest_step_s(spans_s, count, between, last, self._edge_s)
             found.append(known[same])
         return np.array(found)
 
@@ -134,12 +134,12 @@ class ClusterBound:
             most.append(np.stack(reach, axis=1))
         return np.stack(most)
 
-    def least_s(self, price_n: Array | None = None) -> tuple[Array, Array]:
-        """Least seconds plus priced joules of every round, (R,), and joules spent there, (R, N).
+    def find_least_s(self, price_n: Array | None = None) -> tuple[Array, Array]:
+        """Find every round's least seconds plus priced joules, (R,), and the joules spent, (R, N).
 
         ``price_n`` is in seconds per joule. Infinite where nothing fits.
         """
-        inner_p, done_pn = self._inner(price_n)
+        inner_p, done_pn = self._bound_steps(price_n)
         least, joules = [], []
         for air in self.air_r:
             ends_p = self._singles_p * (self._control_s + air.first_s) + self._update_s_p
@@ -148,10 +148,11 @@ class ClusterBound:
             joules.append(self._examples_p[p] * self.joule_n * done_pn[p])
         return np.array(least), np.array(joules)
 
-    def _inner(self, price_n: Array | None) -> tuple[Array, Array]:
-        """Of every pair: what all steps take and their energy is worth, and the work of devices.
+    def _bound_steps(self, price_n: Array | None) -> tuple[Array, Array]:
+        """Bound the seconds plus priced energy of all steps, and the devices' work, for every pair.
 
-        A step between two lengths takes the shorter one at least, and the energy of the longer.
+        A step between two lengths takes at least the seconds of the shorter and the energy of the
+        longer one.
         """
         step_s = self._singles_p * self._step_s_p
         if price_n is None:
@@ -167,27 +168,27 @@ class ClusterBound:
         rows = np.arange(len(total))
         return total[rows, best], done[rows, best]
 
-    def within_budgets_s(self) -> float:
+    def bound_within_budgets_s(self) -> float:
         """Return a lower bound on mean seconds per round if all energy budgets hold on average.
 
-        By weak duality: the least of seconds plus priced joules, less the budgets' worth, at any
-        prices. Prices rise where the least plans spend more than the budget.
+        By weak duality the bound is the least of seconds plus priced joules, less the price of the
+        budgets, at any prices. Prices rise where the least plans spend more than the budget.
         """
-        best = float(self.least_s()[0].mean())
+        best = float(self.find_least_s()[0].mean())
         bounded = np.isfinite(self.budget_n)
         if not bounded.any() or not np.isfinite(best):
             return best
         step, worth = FIRST_STEP * best, np.zeros_like(self.budget_n)
         budget = np.where(bounded, self.budget_n, 1.0)
         for k in range(ASCENTS):
-            least, joules = self.least_s(worth / budget)
+            least, joules = self.find_least_s(worth / budget)
             best = max(best, float(least.mean() - worth.sum()))
             excess = np.where(bounded, joules.mean(0) / budget - 1.0, 0.0)
             worth = np.maximum(worth + step / (1.0 + k) ** 0.75 * excess, 0.0)
         return best
 
 
-def shortest_step_s(
+def find_shortest_step_s(
     spans_s: Array, count: int, between_s: float, last_s: float, edge_s: float
 ) -> float:
     """Return the least ``max_k (J y_k + sum before it)`` over all orders of devices and all cuts.
@@ -196,14 +197,14 @@ def shortest_step_s(
     where it must not lie. The result is at most ``EXACT`` too small; infinite where nothing fits.
     Of more than ``MOST_DEVICES`` devices only the slowest counts, in any order.
     """
-    low = count * _least_pace(spans_s)
+    low = count * _find_least_pace(spans_s)
     if len(spans_s) > MOST_DEVICES or not np.isfinite(low):
         return low
     high, trial = np.inf, low * (1.0 + EXACT)
-    if not _reachable(np.inf, spans_s, count, between_s, last_s, edge_s):
+    if not _is_reachable(np.inf, spans_s, count, between_s, last_s, edge_s):
         return np.inf
     while not high <= low * (1.0 + EXACT):
-        if _reachable(trial, spans_s, count, between_s, last_s, edge_s):
+        if _is_reachable(trial, spans_s, count, between_s, last_s, edge_s):
             high = trial
         else:
             low = trial
@@ -211,7 +212,7 @@ def shortest_step_s(
     return low
 
 
-def _least_pace(spans_s: Array) -> float:
+def _find_least_pace(spans_s: Array) -> float:
     """Return the least y for which spans of at most y seconds, one per device, add up to the model.
 
     Blocks are counted and need not be distinct.
@@ -227,12 +228,12 @@ def _least_pace(spans_s: Array) -> float:
     return float(paces[high]) if high < len(paces) else np.inf
 
 
-def _reachable(
+def _is_reachable(
     limit_s: float, spans_s: Array, count: int, between_s: float, last_s: float, edge_s: float
 ) -> bool:
-    """Whether some chain of devices keeps a step within ``limit_s``.
+    """Return whether some chain of devices keeps a step within ``limit_s``.
 
-    ``ahead_s[used, l]`` is the least sum of what stands before a device that starts at block l.
+    ``ahead_s[used, l]`` is the least sum of seconds before a device that starts at block l.
     """
     devices, blocks = spans_s.shape[0], spans_s.shape[1] - 1
     ahead_s = np.full((2**devices, blocks + 1), np.inf)
@@ -251,16 +252,16 @@ def _reachable(
     return bool(whole + last_s + count * edge_s <= limit_s and np.isfinite(whole))
 
 
-def _air(tables: Tables, m: int, here: Ints) -> Air:
+def _time_air(tables: Tables, m: int, here: Ints) -> Air:
     """Return the shortest radio times of cluster ``m``, at full power with all of the band."""
     noise, power = tables.snapshot.radio.noise_w_per_hz, tables.members.power_max_mi[m]
     gain, width, edge = tables.gain_mij[m], tables.d2d_hz_mij[m], tables.edge
     cut = tables.blocks.cut_bytes_l
 
     def seconds(size: float, ends: tuple[Ints, Ints], hz: Array, power_w: Array) -> Array:
-        """Of every link from ``ends[0]`` to ``ends[1]``, uncoded bytes over their codec."""
+        """Time ``size`` uncoded bytes on every link between ``ends``, with the link's codec."""
         bits = 8.0 * size * SHARES[tables.codec_mij[m][ends]] / tables.share_mij[m][ends]
-        return send_time_s(bits, hz, power_w * gain[ends] / noise)
+        return compute_send_time_s(bits, hz, power_w * gain[ends] / noise)
 
     out = (np.zeros_like(here), here)
     first = [seconds(cut[0], out, width[out], p) for p in (power[0], power[here])]
@@ -274,17 +275,19 @@ def _air(tables: Tables, m: int, here: Ints) -> Air:
         hop = [seconds(cut[1:-1].min(), (i, j), width[i, j], p) for p in (power[i], power[j])]
         between = float((hop[0] + hop[1]).min())
     back = (here, np.zeros_like(here))
-    weights_s = _plain_s(tables, m, out, power[0]) + _plain_s(tables, m, back, power[here])
+    weights_s = _time_weights_s(tables, m, out, power[0]) + _time_weights_s(
+        tables, m, back, power[here]
+    )
     return Air(
         first_s=float((first[0] + first[1]).min()),
         between_s=between,
         last_s=float((last[0] + last[1]).min()),
-        fixed_s=float(server_s(tables, m) + weights_s.min()),
+        fixed_s=float(compute_server_s(tables, m) + weights_s.min()),
     )
 
 
-def _plain_s(tables: Tables, m: int, ends: tuple[Ints, Ints], power_w: Array) -> Array:
-    """Seconds that the blocks' weights take over each of these links."""
+def _time_weights_s(tables: Tables, m: int, ends: tuple[Ints, Ints], power_w: Array) -> Array:
+    """Compute the seconds that the blocks' weights take over each of these links."""
     bits = 8.0 * tables.blocks.parameter_bytes_l[-1] / tables.share_mij[m, 0, np.maximum(*ends)]
     snr = power_w * tables.gain_mij[m][ends] / tables.snapshot.radio.noise_w_per_hz
-    return send_time_s(bits, tables.d2d_hz_mij[m, 0, np.maximum(*ends)], snr)
+    return compute_send_time_s(bits, tables.d2d_hz_mij[m, 0, np.maximum(*ends)], snr)

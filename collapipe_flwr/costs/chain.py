@@ -1,6 +1,6 @@
 """Chains: everything about layout rows that does not depend on power, and their prices given it.
 
-``chain_of`` gathers times, payloads and limits once; ``price_rows`` turns hop times into the
+``make_chain`` gathers times, payloads and limits once; ``price_rows`` turns hop times into the
 round's latency and energy. A chain with hop times is a plan; a chain alone is what the radio
 optimises. ``schedule_rows`` adds warm-up depths: with J on every stage, 1F1B *is* GPipe; otherwise
 they are as deep as memory allows and no deeper than useful (`warm_up`).
@@ -15,22 +15,22 @@ import numpy as np
 
 from collapipe_flwr.core.replay import StepTimes
 from collapipe_flwr.costs.arrays import Array, Ints
-from collapipe_flwr.costs.layouts import Hops, Layouts, hops_of
-from collapipe_flwr.costs.makespan import gpipe_makespan_s, step_makespan_s
+from collapipe_flwr.costs.layouts import Hops, Layouts, gather_hops
+from collapipe_flwr.costs.makespan import compute_gpipe_makespan_s, compute_step_makespan_s
 from collapipe_flwr.costs.many_steps import ManySteps
-from collapipe_flwr.costs.radio import power_for_time_w, send_time_s
+from collapipe_flwr.costs.radio import compute_power_w, compute_send_time_s
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.warm_up import Depths, choose_warm_up, one_f_one_b_makespan_s
+from collapipe_flwr.costs.warm_up import Depths, choose_warm_up, compute_one_f_one_b_s
 from collapipe_flwr.costs.work import (
     PricingOptions,
-    bulk_of,
-    computing_of,
-    most_in_flight,
-    radio_energy_j,
-    steps_of,
+    count_most_in_flight,
+    count_steps,
+    price_bulk,
+    price_computing,
+    sum_radio_energy_j,
 )
 
-FEW_STEPS = 40  # up to so many are replayed faster one by one
+FEW_STEPS = 40  # up to so many, replaying one by one is faster
 # With many clusters, the search for depths ends for a step that is
 EARLY = 0.97  # over at this share of the round, or
 NEAR = 1.003  # this close to its lower bound
@@ -38,7 +38,7 @@ NEAR = 1.003  # this close to its lower bound
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Rows with all that is fixed before bandwidth and power are chosen."""
+    """Rows with everything that is fixed before bandwidth and power are chosen."""
 
     tables: Tables
     rows: Layouts
@@ -67,11 +67,11 @@ class RowPrices:
     depth_rs: Ints | None = None  # (R, S + 2) micro-batches in flight, where 1F1B was played
 
 
-def chain_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Chain:
+def make_chain(tables: Tables, rows: Layouts, options: PricingOptions) -> Chain:
     """Gather the fixed side of every row."""
-    hops, steps = hops_of(tables, rows), steps_of(tables, rows)
-    forward_s, backward_s, optimiser_s, joules = computing_of(tables, rows, options)
-    bulk_s, bulk_j = bulk_of(tables, rows)
+    hops, steps = gather_hops(tables, rows), count_steps(tables, rows)
+    forward_s, backward_s, optimiser_s, joules = price_computing(tables, rows, options)
+    bulk_s, bulk_j = price_bulk(tables, rows)
     return Chain(
         tables=tables,
         rows=rows,
@@ -86,12 +86,12 @@ def chain_of(tables: Tables, rows: Layouts, options: PricingOptions) -> Chain:
         edge_j=joules[:, -1],
         d2d_hz_rh=tables.d2d_hz_mij[rows.cluster_r[:, None], hops.sender, hops.receiver],
         noise_over_gain=tables.snapshot.radio.noise_w_per_hz / hops.gain,
-        power_max_w=_power_limits(tables, rows, hops),
-        held_rs=most_in_flight(tables, rows, options),
+        power_max_w=_gather_power_limits(tables, rows, hops),
+        held_rs=count_most_in_flight(tables, rows, options),
     )
 
 
-def _power_limits(tables: Tables, rows: Layouts, hops: Hops) -> Array:
+def _gather_power_limits(tables: Tables, rows: Layouts, hops: Hops) -> Array:
     limits = tables.members.power_max_mi
     cluster = rows.cluster_r[:, None]
     forward = limits[cluster, hops.sender]
@@ -101,38 +101,38 @@ def _power_limits(tables: Tables, rows: Layouts, hops: Hops) -> Array:
     return np.stack([forward, backward], axis=2)
 
 
-def hop_bandwidth_hz(chain: Chain, edge_hz_r: Array) -> Array:
+def find_hop_bandwidth_hz(chain: Chain, edge_hz_r: Array) -> Array:
     """Return the bandwidth of every hop, (R, S + 1), given each row's share towards the edge."""
     return np.where(chain.hops.shared, edge_hz_r[:, None], chain.d2d_hz_rh)
 
 
-def full_power_times(chain: Chain, edge_hz_r: Array) -> Array:
+def compute_full_power_times(chain: Chain, edge_hz_r: Array) -> Array:
     """Return hop times at full power, (R, S + 1, 2): forward, backward; 0 on unused hops."""
-    width = hop_bandwidth_hz(chain, edge_hz_r)[:, :, None]
+    width = find_hop_bandwidth_hz(chain, edge_hz_r)[:, :, None]
     snr = chain.power_max_w / chain.noise_over_gain[:, :, None]
-    times = send_time_s(chain.hops.bits[:, :, None], width, snr)
+    times = compute_send_time_s(chain.hops.bits[:, :, None], width, snr)
     return np.where(chain.hops.used[:, :, None], times, 0.0)
 
 
-def powers_for(chain: Chain, edge_hz_r: Array, times: Array) -> Array:
+def solve_powers(chain: Chain, edge_hz_r: Array, times: Array) -> Array:
     """Return transmit powers that achieve ``times``, (R, S + 1, 2); 0 on unused hops."""
-    width = hop_bandwidth_hz(chain, edge_hz_r)[:, :, None]
+    width = find_hop_bandwidth_hz(chain, edge_hz_r)[:, :, None]
     safe = np.where(chain.hops.used[:, :, None], times, 1.0)
-    power = power_for_time_w(
+    power = compute_power_w(
         chain.hops.bits[:, :, None], width, chain.noise_over_gain[:, :, None], safe
     )
     return np.where(chain.hops.used[:, :, None], np.minimum(power, chain.power_max_w), 0.0)
 
 
 def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
-    """Latency and energy of every row with the given hop times and powers.
+    """Compute latency and energy of every row with the given hop times and powers.
 
     ``times`` and ``powers`` may have a leading axis of alternatives.
     """
     count = chain.rows.micro_batches_r.astype(np.float64)
-    makespan = makespan_of(chain, times)
+    makespan = compute_makespan_s(chain, times)
     hop_j = powers * times
-    radiated = radio_energy_j(chain.steps_r * count, hop_j[..., 0], hop_j[..., 1])
+    radiated = sum_radio_energy_j(chain.steps_r * count, hop_j[..., 0], hop_j[..., 1])
     if chain.tables.edges.home_m.any():  # those control units send gradients as well
         own_j = np.where(chain.hops.to_edge & ~chain.hops.shared, hop_j[..., 1], 0.0)
         radiated[..., 0] += chain.steps_r * count * own_j.sum(-1)
@@ -143,11 +143,13 @@ def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
     )
 
 
-def played(chain: Chain, times: Array, bounded: RowPrices, rows: Ints | None = None) -> RowPrices:
+def replay_rows(
+    chain: Chain, times: Array, bounded: RowPrices, rows: Ints | None = None
+) -> RowPrices:
     """Replace 1F1B's bounds of `price_rows` by the makespans of a replay, for ``rows`` or for all.
 
-    With many clusters, depths are searched no further once a step is near its bound, or ends well
-    within the least duration of the round.
+    With many clusters, the search for depths ends once a step is near its bound, or well within
+    the least duration of the round.
     """
     if chain.options.schedule == "gpipe":
         return bounded
@@ -156,19 +158,19 @@ def played(chain: Chain, times: Array, bounded: RowPrices, rows: Ints | None = N
     least_s = makespan_s[every]
     if rows is None and not chain.tables.few:
         soon_s = EARLY * float(bounded.latency_s.max())
-        least_s = np.maximum(NEAR * least_s, _step_within(chain, soon_s))
+        least_s = np.maximum(NEAR * least_s, _find_step_within(chain, soon_s))
     depth_rs, makespan_s[every] = choose_depths(chain, times, every, least_s)
     latency_s = chain.fixed_s + chain.steps_r * makespan_s
     known = depth_rs if rows is None else None
     return replace(bounded, makespan_s=makespan_s, latency_s=latency_s, depth_rs=known)
 
 
-def _step_within(chain: Chain, latency_s: float) -> Array:
+def _find_step_within(chain: Chain, latency_s: float) -> Array:
     """Return the seconds of a step with which every row's round takes ``latency_s``, (R,)."""
     return np.asarray((latency_s - chain.fixed_s) / chain.steps_r)
 
 
-def makespan_of(chain: Chain, times: Array) -> Array:
+def compute_makespan_s(chain: Chain, times: Array) -> Array:
     """Return the makespan of every row with these hop times: GPipe's exact, 1F1B's lower bound.
 
     ``times`` may have a leading axis of alternatives.
@@ -178,19 +180,19 @@ def makespan_of(chain: Chain, times: Array) -> Array:
     stage_s = [np.broadcast_to(seconds, shape) for seconds in both]
     hop_s = (times[..., 0], times[..., 1])
     count = chain.rows.micro_batches_r.astype(np.float64)
-    # Few clusters replay what they choose from, and need no closer bound.
+    # Few clusters replay all their candidates, and need no closer bound.
     held = None if chain.tables.few else np.broadcast_to(1.0 * chain.held_rs, shape)
-    return step_makespan_s(chain.options, stage_s, hop_s, count, held=held)
+    return compute_step_makespan_s(chain.options, stage_s, hop_s, count, held=held)
 
 
-def latency_of(chain: Chain, times: Array) -> Array:
-    """Return the seconds of every row's round, with the makespans of `makespan_of`."""
-    return np.asarray(chain.fixed_s + chain.steps_r * makespan_of(chain, times))
+def compute_latency_s(chain: Chain, times: Array) -> Array:
+    """Return the seconds of every row's round, with the makespans of `compute_makespan_s`."""
+    return np.asarray(chain.fixed_s + chain.steps_r * compute_makespan_s(chain, times))
 
 
-def step_times(chain: Chain, times: Array, row: int) -> StepTimes:
+def make_step_times(chain: Chain, times: Array, row: int) -> StepTimes:
     """Return one row's stage and hop times, without the padding."""
-    stages = [*range(chain.rows.depth_of(row) + 1), -1]
+    stages = [*range(chain.rows.count_segments(row) + 1), -1]
     ahead, back = chain.forward_stage_s[row, stages], chain.backward_stage_s[row, stages]
     hops = times[row, : len(stages) - 1]
     return StepTimes(
@@ -200,13 +202,13 @@ def step_times(chain: Chain, times: Array, row: int) -> StepTimes:
     )
 
 
-def _stages(chain: Chain, rows: Ints) -> list[int]:
+def _list_stages(chain: Chain, rows: Ints) -> list[int]:
     """Return the columns, of S + 2, of the control unit, the used slots and the edge."""
     return [*range(int(chain.rows.depth_r[rows].max()) + 1), -1]
 
 
-def _many_steps(chain: Chain, times: Array, rows: Ints, stages: list[int]) -> ManySteps:
-    """Return `step_times` of many rows as arrays."""
+def _make_many_steps(chain: Chain, times: Array, rows: Ints, stages: list[int]) -> ManySteps:
+    """Return `make_step_times` of many rows as arrays."""
     hops = np.zeros((len(stages), len(rows), 2))
     hops[:-1] = times[rows, : len(stages) - 1].swapaxes(0, 1)
     used_kr = np.arange(len(stages))[:, None] <= chain.rows.depth_r[rows]
@@ -221,15 +223,10 @@ def _many_steps(chain: Chain, times: Array, rows: Ints, stages: list[int]) -> Ma
     )
 
 
-def deepest(chain: Chain, which: Ints) -> Ints:
-    """Return the most micro-batches in flight that memory allows on each stage, (R, S + 2)."""
-    return chain.held_rs[which]
-
-
-def _in_stages(chain: Chain, row: int, depth_s: Ints) -> Depths:
+def _select_stages(chain: Chain, row: int, depth_s: Ints) -> Depths:
     """Return one row's depths of control unit, devices and edge, without the padding."""
     depths: list[int] = depth_s.tolist()
-    return (*depths[: chain.rows.depth_of(row) + 1], depths[-1])
+    return (*depths[: chain.rows.count_segments(row) + 1], depths[-1])
 
 
 def choose_depths(
@@ -241,18 +238,18 @@ def choose_depths(
     nothing.
     """
     least_r = np.full(len(which), -np.inf) if least_r is None else least_r
-    limits, counts = deepest(chain, which), chain.rows.micro_batches_r[which]
+    limits, counts = chain.held_rs[which], chain.rows.micro_batches_r[which]
     depth_rs, seconds_r = np.ones_like(limits), np.empty(len(which))
     if len(which) < FEW_STEPS or chain.options.half_duplex:
         for place, row in enumerate(which.tolist()):
-            step, least_s = step_times(chain, times, row), float(least_r[place])
-            limit = _in_stages(chain, row, limits[place])
+            step, least_s = make_step_times(chain, times, row), float(least_r[place])
+            limit = _select_stages(chain, row, limits[place])
             depths, seconds_r[place] = choose_warm_up(step, limit, int(counts[place]), least_s)
             depth_rs[place, : len(depths) - 1] = depths[:-1]
     else:
-        stages = _stages(chain, which)
+        stages = _list_stages(chain, which)
         limit_kr = np.ascontiguousarray(limits[:, stages].T)
-        many = _many_steps(chain, times, which, stages)
+        many = _make_many_steps(chain, times, which, stages)
         depth_kr, seconds_r = many.choose_warm_up(limit_kr, least_r)
         depth_rs[:, stages] = depth_kr.T
     return depth_rs, seconds_r
@@ -263,21 +260,21 @@ def schedule_rows(
 ) -> tuple[list[Depths], Array]:
     """Return depths per stage and the makespan of every row.
 
-    Depths are J everywhere under GPipe, chosen by replay under 1F1B. Of many rows, those that are
-    ``known`` are not chosen again.
+    Depths are J everywhere under GPipe, and chosen by replay under 1F1B. Depths of many rows that
+    are ``known`` are kept.
     """
     rows = chain.rows
     if chain.options.schedule == "gpipe":
         counts = zip(rows.micro_batches_r.tolist(), rows.depth_r.tolist(), strict=True)
-        return [(count,) * (depth + 2) for count, depth in counts], makespan_of(chain, times)
+        return [(count,) * (depth + 2) for count, depth in counts], compute_makespan_s(chain, times)
     if known is None or known.depth_rs is None or len(rows) < FEW_STEPS:
         depth_rs, makespan_s = choose_depths(chain, times, np.arange(len(rows)))
     else:
         depth_rs, makespan_s = known.depth_rs, known.makespan_s
-    return [_in_stages(chain, row, each) for row, each in enumerate(depth_rs)], makespan_s
+    return [_select_stages(chain, row, each) for row, each in enumerate(depth_rs)], makespan_s
 
 
-def flight_table(chain: Chain, depths: Sequence[Depths]) -> Array:
+def tabulate_depths(chain: Chain, depths: Sequence[Depths]) -> Array:
     """Tabulate depths: control unit, slots, edge; 0 on unused slots, (R, S + 2)."""
     table = np.zeros((len(depths), chain.rows.member_rs.shape[1] + 2))
     for row, each in enumerate(depths):
@@ -286,13 +283,13 @@ def flight_table(chain: Chain, depths: Sequence[Depths]) -> Array:
     return table
 
 
-def planned_makespan_s(chain: Chain, times: Array, depths: Sequence[Depths]) -> Array:
+def compute_planned_makespan_s(chain: Chain, times: Array, depths: Sequence[Depths]) -> Array:
     """Return makespans of given depths: by the closed form where all are J, else by replay."""
     result = np.zeros(len(depths))
     for row, each in enumerate(depths):
-        count, step = int(chain.rows.micro_batches_r[row]), step_times(chain, times, row)
+        count, step = int(chain.rows.micro_batches_r[row]), make_step_times(chain, times, row)
         if min(each) >= count:
-            result[row] = gpipe_makespan_s(step.stage_s, step.hop_s, count)
+            result[row] = compute_gpipe_makespan_s(step.stage_s, step.hop_s, count)
         else:
-            result[row] = one_f_one_b_makespan_s(step, each, count)
+            result[row] = compute_one_f_one_b_s(step, each, count)
     return result

@@ -9,9 +9,9 @@ and client drift ``kappa^2``, H_m steps on batches B_m give, with ``tau = sum p_
        + 3 eta^2 L^2 sigma^2 sum_m w_m (H_m - 1) / B_m + 6 eta^2 L^2 kappa^2 max_m H_m (H_m - 1)
 
 where F weighs clusters by w_m. Where updates are late by s_m rounds and join with
-``1 / sqrt(1 + s_m)`` once in 1 + s_m rounds (`join_weight`), p_m is that share of p_m, the first
-term grows by the factor ``1 + 2 eta L tau sum_m w_m s_m^2``, and 3 and 6 become 5 and 10. All as
-long as ``eta tau L <= 1/2`` and ``2 eta^2 L^2 max_m H_m (H_m - 1) <= 1/3`` (with late updates:
+``1 / sqrt(1 + s_m)`` once in 1 + s_m rounds, p_m is that share of p_m (`compute_join_weight`), the
+first term grows by the factor ``1 + 2 eta L tau sum_m w_m s_m^2``, and 3 and 6 become 5 and 10. All
+as long as ``eta tau L <= 1/2`` and ``2 eta^2 L^2 max_m H_m (H_m - 1) <= 1/3`` (with late updates:
 ``eta tau L (1 + 2 eta tau L sum_m w_m s_m^2) <= 1/2``, and 1/5).
 So ``R_eps = 4 Delta / (eta tau (eps - xi))`` rounds reach ``eps``. Derived in
 docs/theory-appendix.md, 4.2, along the lines of FedNova (Wang et al. 2020, arXiv 2007.07481). Our
@@ -46,7 +46,7 @@ MEMORY = 0.8  # weight of the past in every moving average
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningConstants:
-    """What the bound needs to know about the learning problem."""
+    """The constants of a learning problem in the bound."""
 
     learning_rate: float
     smoothness: float  # L_s
@@ -55,9 +55,9 @@ class LearningConstants:
     loss_gap: float  # Delta
     target: float  # eps, a squared gradient norm
 
-    def rounds(self, sums: BoundSums) -> Array:
+    def count_rounds(self, sums: BoundSums) -> Array:
         """Compute ``R_eps``; infinite where the target lies under the floor."""
-        room = self.target - sums.floor(self)
+        room = self.target - sums.compute_floor(self)
         needed = 4.0 * self.loss_gap / (self.learning_rate * sums.tau)
         with np.errstate(divide="ignore"):
             return np.where(room > 0, needed / np.maximum(room, 1e-300), np.inf)
@@ -65,11 +65,11 @@ class LearningConstants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseScale:
-    """The batch from which on steps gain little by more examples."""
+    """The batch size beyond which more examples improve a step little."""
 
     examples: float  # B_noise
 
-    def rounds(self, sums: BoundSums) -> Array:
+    def count_rounds(self, sums: BoundSums) -> Array:
         """Compute relative rounds for the same progress: 1 is a step on the true gradient."""
         return np.asarray((1.0 + self.examples * sums.alone / sums.tau) / sums.tau)
 
@@ -85,8 +85,8 @@ class BoundSums:
     drift: Array  # max H (H - 1)
     staleness: float = 0.0  # sum w s^2
 
-    def floor(self, constants: LearningConstants) -> Array:
-        """Compute ``xi``, below which no number of rounds goes."""
+    def compute_floor(self, constants: LearningConstants) -> Array:
+        """Compute ``xi``, which no number of rounds undercuts."""
         step = constants.learning_rate * constants.smoothness
         stale = 1.0 + 2.0 * step * self.tau * self.staleness
         stochastic = 4.0 * step * constants.noise * self.variance / self.tau * stale
@@ -95,7 +95,7 @@ class BoundSums:
         return np.asarray(stochastic + wander + by_drift * step**2 * constants.drift * self.drift)
 
 
-def bound_sums(shares: Array, steps: Array, batches: Array) -> BoundSums:
+def sum_bound(shares: Array, steps: Array, batches: Array) -> BoundSums:
     """Sum over the last axis: clusters with data shares p, steps H and batches B."""
     return BoundSums(
         tau=np.asarray((shares * steps).sum(-1)),
@@ -106,25 +106,25 @@ def bound_sums(shares: Array, steps: Array, batches: Array) -> BoundSums:
     )
 
 
-def late_sums(shares: Array, steps: Array, batches: Array, late: Ints) -> BoundSums:
+def sum_late_bound(shares: Array, steps: Array, batches: Array, late: Ints) -> BoundSums:
     """Sum over clusters whose updates join so many rounds ``late``."""
-    sums = bound_sums(shares := shares * join_weight(late), steps, batches)
+    sums = sum_bound(shares := shares * compute_join_weight(late), steps, batches)
     return replace(sums, staleness=float((shares * steps * late**2).sum() / sums.tau))
 
 
-def join_weight(late: Ints) -> Array:
+def compute_join_weight(late: Ints) -> Array:
     """Compute the weight of late updates per round: 1 / sqrt(1 + s) once in 1 + s (FedBuff)."""
     return np.asarray((1.0 + late) ** -1.5)
 
 
-def exchanged(
+def sum_exchanges(
     shares: Array,
     now: tuple[Array, Array],
     cluster_r: Ints,
     new: tuple[Array, Array],
 ) -> BoundSums:
     """Sum for rows that replace one cluster's H and B each and keep those of the others."""
-    total, share = bound_sums(shares, *now), shares[cluster_r]
+    total, share = sum_bound(shares, *now), shares[cluster_r]
     (steps, batches), (h, b) = now, new
     old_h, old_b = steps[cluster_r], batches[cluster_r]
     return BoundSums(
@@ -132,11 +132,11 @@ def exchanged(
         variance=total.variance + share**2 * (h / b - old_h / old_b),
         alone=total.alone + share * (h / b - old_h / old_b),
         wander=total.wander + share * (h * (h - 1.0) / b - old_h * (old_h - 1.0) / old_b),
-        drift=np.maximum(others_max(steps * (steps - 1.0))[cluster_r], h * (h - 1.0)),
+        drift=np.maximum(find_others_max(steps * (steps - 1.0))[cluster_r], h * (h - 1.0)),
     )
 
 
-def others_max(values: Array) -> Array:
+def find_others_max(values: Array) -> Array:
     """Return for every entry the largest of all others; 0 where there is no other."""
     if values.shape[0] == 1:
         return np.zeros(1)
@@ -160,7 +160,7 @@ class LearningState:
     update_norm: float | None = None  # of the last round
 
 
-# Sane values before anything is measured, in the place of what would be.
+# The values that hold before a first measurement.
 PRIOR = LearningState(
     gradient_square=1.0, noise=4.0, smoothness=1.0, drift=0.1, loss=2.0, first_gradient_square=1.0
 )
@@ -174,7 +174,7 @@ def update(
 ) -> LearningState:
     """Fold one round's telemetry in; fields that were not measured change nothing."""
     state = _average_noise(state, outcome)
-    losses = [c.loss for c in outcome.clusters if c.loss is not None and _usable(c.loss)]
+    losses = [c.loss for c in outcome.clusters if c.loss is not None and _is_usable(c.loss)]
     if losses:
         state = replace(state, loss=_blend(state.loss, sum(losses) / len(losses)))
     travelled = learning_rate * max(mean_steps, 1.0)
@@ -183,12 +183,12 @@ def update(
         outcome.movement.change_norm,
         outcome.movement.spread,
     )
-    if state.update_norm and change is not None and _usable(change):
+    if state.update_norm and change is not None and _is_usable(change):
         secant = change / (travelled * state.update_norm)
         state = replace(state, smoothness=_blend(state.smoothness, secant))
-    if moved is not None and _usable(moved):
+    if moved is not None and _is_usable(moved):
         state = replace(state, update_norm=moved)
-    if spread is not None and _usable(spread):
+    if spread is not None and _is_usable(spread):
         # In units of squared gradients. Beside the measured gradient the update itself is the
         # yardstick: an adaptive optimiser moves much further than the rate times the gradient.
         # Without one, plain SGD is assumed.
@@ -199,8 +199,8 @@ def update(
     return state
 
 
-def constants_of(state: LearningState, learning_rate: float) -> LearningConstants:
-    """Return estimates where there are some, else the prior; a drift of 0 is one (one cluster)."""
+def estimate_constants(state: LearningState, learning_rate: float) -> LearningConstants:
+    """Return the estimates, else the prior; a drift of 0, as of one cluster, is an estimate."""
 
     def estimate(name: str) -> float:
         value = getattr(state, name)
@@ -217,10 +217,10 @@ def constants_of(state: LearningState, learning_rate: float) -> LearningConstant
     )
 
 
-def noise_scale_of(state: LearningState) -> NoiseScale:
-    """Return the ratio of both averages, of their priors before the first measurement.
+def estimate_noise_scale(state: LearningState) -> NoiseScale:
+    """Return the ratio of both averages; before the first measurement that of the priors.
 
-    The averages are unbiased, so they may fall below 0 where uncertain; here they are cut off at 0.
+    The averages are unbiased, so they may fall below 0 where uncertain; here they are clipped at 0.
     """
     if state.noise is None or state.gradient_square is None:
         state = PRIOR
@@ -231,7 +231,7 @@ def noise_scale_of(state: LearningState) -> NoiseScale:
 
 
 def _average_noise(state: LearningState, outcome: RoundOutcome) -> LearningState:
-    """Update both moving averages; rounds and clusters weigh by what their sizes tell."""
+    """Update both moving averages, weighting rounds and clusters by their ``clarity``."""
     found = [each for c in outcome.clusters if (each := _measure_noise(c)) is not None]
     if not found:
         return state
@@ -266,7 +266,7 @@ def _measure_noise(cluster: ClusterOutcome) -> _Noise | None:
     g = cluster.gradient_noise
     if g is None or not math.inf > g.big_examples > g.small_examples > 0:
         return None
-    if not (_usable(g.small_square_norm) and _usable(g.big_square_norm)):
+    if not (_is_usable(g.small_square_norm) and _is_usable(g.big_square_norm)):
         return None
     weighted = g.big_examples * g.big_square_norm - g.small_examples * g.small_square_norm
     excess = g.small_square_norm - g.big_square_norm
@@ -281,5 +281,5 @@ def _blend(old: float | None, new: float) -> float:
     return new if old is None else MEMORY * old + (1.0 - MEMORY) * new
 
 
-def _usable(value: float) -> bool:
+def _is_usable(value: float) -> bool:
     return math.isfinite(value) and value >= 0

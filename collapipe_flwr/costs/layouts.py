@@ -4,7 +4,7 @@ One row is one candidate for one cluster; a batch of rows may mix clusters. Suff
 ``_r`` row, ``_s`` segment slot (0..S-1, used ones first), stages are CU, slots, edge (S + 2),
 hops are between consecutive stages (S + 1), the last *used* hop ends at the edge.
 
-Plans name devices, with one object per cluster; `rows_of_plans` and `segments_of` translate.
+Plans name devices, with one object per cluster; `make_plan_rows` and `make_segments` translate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collapipe_flwr.core.domain import ClusterPlan, Segment, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.links import CODECS, LinkConfig
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
-from collapipe_flwr.costs.radio import SHARES, codec_index
+from collapipe_flwr.costs.radio import SHARES, find_codec
 from collapipe_flwr.costs.tables import Tables
 
 UNUSED = -1
@@ -46,7 +46,7 @@ class Layouts:
     def depth_r(self) -> Ints:
         return np.asarray(self.used_rs.sum(1), dtype=np.int64)
 
-    def depth_of(self, row: int) -> int:
+    def count_segments(self, row: int) -> int:
         """Count the segments of one row."""
         return int(np.count_nonzero(self.member_rs[row] != UNUSED))
 
@@ -76,13 +76,13 @@ class Layouts:
         return replace(self, micro_batch_size_r=size, micro_batches_r=count)
 
 
-def stack(parts: list[Layouts]) -> Layouts:
+def stack_layouts(parts: list[Layouts]) -> Layouts:
     """Stack the rows of ``parts``, slots padded to the widest."""
     width = max(part.member_rs.shape[1] for part in parts)
     return Layouts(
         cluster_r=np.concatenate([p.cluster_r for p in parts]),
         member_rs=np.concatenate([_widen(p.member_rs, width, UNUSED) for p in parts]),
-        stop_rs=np.concatenate([_widen(p.stop_rs, width, _behind(p)) for p in parts]),
+        stop_rs=np.concatenate([_widen(p.stop_rs, width, _find_last_stop(p)) for p in parts]),
         micro_batch_size_r=np.concatenate([p.micro_batch_size_r for p in parts]),
         micro_batches_r=np.concatenate([p.micro_batches_r for p in parts]),
     )
@@ -95,26 +95,26 @@ def _widen(table: Ints, width: int, padding: int) -> Ints:
     return np.concatenate([table, extra], axis=1)
 
 
-def _behind(rows: Layouts) -> int:
+def _find_last_stop(rows: Layouts) -> int:
     """Return the stop of unused slots: that of the last segment."""
     return int(rows.stop_rs.max(initial=0))
 
 
-def replaced(rows: Layouts, where: Ints, new: Layouts) -> Layouts:
+def replace_rows(rows: Layouts, where: Ints, new: Layouts) -> Layouts:
     """Put ``new`` at positions ``where`` of ``rows``, no wider than needed."""
     source = np.arange(len(rows))
     source[where] = len(rows) + np.arange(len(new))
-    merged = stack([rows, new]).take(source)
+    merged = stack_layouts([rows, new]).take(source)
     width = max(int(merged.depth_r.max()), 1)
     return replace(merged, member_rs=merged.member_rs[:, :width], stop_rs=merged.stop_rs[:, :width])
 
 
-def key_of(rows: Layouts) -> bytes:
+def make_key(rows: Layouts) -> bytes:
     """Return a key that is equal for equal rows, whatever their padding."""
-    return b"|".join(keys_of(rows))
+    return b"|".join(make_keys(rows))
 
 
-def keys_of(rows: Layouts) -> list[bytes]:
+def make_keys(rows: Layouts) -> list[bytes]:
     """Return a key of each row, equal for equal rows, whatever their padding."""
     width = 2 * rows.member_rs.shape[1]
     pairs = np.stack([rows.member_rs, rows.stop_rs], axis=2).reshape(len(rows), width)
@@ -139,7 +139,7 @@ class Hops:
     codec: Ints  # place in ``core.links.CODECS``
 
 
-def hops_of(tables: Tables, rows: Layouts) -> Hops:
+def gather_hops(tables: Tables, rows: Layouts) -> Hops:
     """Return the hops of the chain CU -> segments -> edge of every row."""
     depth = rows.depth_r[:, None]
     index = np.arange(rows.member_rs.shape[1] + 1)[None, :]
@@ -167,14 +167,14 @@ def hops_of(tables: Tables, rows: Layouts) -> Hops:
     )
 
 
-def of_members(table_mi: Array, rows: Layouts, padding: float = 0.0) -> Array:
+def gather_members(table_mi: Array, rows: Layouts, padding: float = 0.0) -> Array:
     """Gather values of control unit and slots, (R, S + 1); ``padding`` on unused slots."""
     cluster = rows.cluster_r[:, None]
     slots = np.where(rows.used_rs, table_mi[cluster, np.maximum(rows.member_rs, 0)], padding)
     return np.concatenate([table_mi[rows.cluster_r, 0][:, None], slots], axis=1)
 
 
-def by_member(values_rs: Array, rows: Layouts, shape: tuple[int, ...]) -> Array:
+def scatter_members(values_rs: Array, rows: Layouts, shape: tuple[int, ...]) -> Array:
     """Scatter values of control unit and slots to their members, (M, I); 0 elsewhere."""
     table = np.zeros(shape)
     table[rows.cluster_r, 0] = values_rs[:, 0]
@@ -183,17 +183,17 @@ def by_member(values_rs: Array, rows: Layouts, shape: tuple[int, ...]) -> Array:
     return table
 
 
-def span_sums(prefix_l: Array) -> Array:
+def sum_spans(prefix_l: Array) -> Array:
     """Sum a per-block quantity over blocks l..k-1 for all l and k, (L + 1, L + 1)."""
     return np.asarray(prefix_l[None, :] - prefix_l[:, None])
 
 
-def segment_sums(prefix_l: Array, rows: Layouts) -> Array:
+def sum_segments(prefix_l: Array, rows: Layouts) -> Array:
     """Sum a per-block quantity over each slot's segment, (R, S); 0 on unused slots."""
     return np.asarray(prefix_l[rows.stop_rs] - prefix_l[rows.first_rs])
 
 
-def restricted(snapshot: Snapshot, cluster_ids: Sequence[str]) -> Snapshot:
+def select_clusters(snapshot: Snapshot, cluster_ids: Sequence[str]) -> Snapshot:
     """Keep only those clusters, in that order; raise ScheduleError if one is gone."""
     by_id = {cluster.profile.cluster_id: cluster for cluster in snapshot.clusters}
     missing = [name for name in cluster_ids if name not in by_id]
@@ -202,13 +202,13 @@ def restricted(snapshot: Snapshot, cluster_ids: Sequence[str]) -> Snapshot:
     return replace(snapshot, clusters=tuple(by_id[name] for name in cluster_ids))
 
 
-def rows_of_plans(tables: Tables, plans: Sequence[ClusterPlan]) -> Layouts:
+def make_plan_rows(tables: Tables, plans: Sequence[ClusterPlan]) -> Layouts:
     """Make a row of each plan, the plan of cluster m of ``tables``; raises ScheduleError."""
     width = max(len(plan.segments) for plan in plans)
     members = np.full((len(plans), width), UNUSED, dtype=np.int64)
     stops = np.full((len(plans), width), tables.num_blocks, dtype=np.int64)
     for m, plan in enumerate(plans):
-        members[m, : len(plan.segments)] = _member_indices(tables, m, plan)
+        members[m, : len(plan.segments)] = _find_segment_members(tables, m, plan)
         stops[m, : len(plan.segments)] = [segment.stop_block for segment in plan.segments]
         if plan.segments[-1].stop_block != tables.num_blocks:
             raise ScheduleError(
@@ -224,9 +224,9 @@ def rows_of_plans(tables: Tables, plans: Sequence[ClusterPlan]) -> Layouts:
     )
 
 
-def _member_indices(tables: Tables, m: int, plan: ClusterPlan) -> Ints:
+def _find_segment_members(tables: Tables, m: int, plan: ClusterPlan) -> Ints:
     """Return the index of every segment's first device; its replicas must be connected, too."""
-    index = member_indices(tables, m)
+    index = index_members(tables, m)
     missing = [name for name in plan.device_ids if name not in index]
     if missing:
         raise ScheduleError(
@@ -236,44 +236,44 @@ def _member_indices(tables: Tables, m: int, plan: ClusterPlan) -> Ints:
     return np.array([index[s.device_id] for s in plan.segments], dtype=np.int64)
 
 
-def member_indices(tables: Tables, m: int) -> dict[str, int]:
+def index_members(tables: Tables, m: int) -> dict[str, int]:
     """Return the place on the member axis of every device of a cluster."""
     devices = tables.snapshot.clusters[m].profile.devices
     return {device.device_id: n + 1 for n, device in enumerate(devices)}
 
 
-def with_codecs(tables: Tables, rows: Layouts, codec_rh: Ints) -> Tables:
+def set_codecs(tables: Tables, rows: Layouts, codec_rh: Ints) -> Tables:
     """Return ``tables`` in which the hops of ``rows``, one per cluster, have these codecs."""
-    hops, codec = hops_of(tables, rows), tables.codec_mij.copy()
+    hops, codec = gather_hops(tables, rows), tables.codec_mij.copy()
     cluster = np.broadcast_to(rows.cluster_r[:, None], hops.sender.shape)[hops.used]
     codec[cluster, hops.sender[hops.used], hops.receiver[hops.used]] = codec_rh[hops.used]
     return replace(tables, codec_mij=codec)
 
 
-def planned_codecs(tables: Tables, rows: Layouts, plans: Sequence[ClusterPlan]) -> Tables:
+def set_planned_codecs(tables: Tables, rows: Layouts, plans: Sequence[ClusterPlan]) -> Tables:
     """Return ``tables`` with the codecs of ``plans``, whose rows these are."""
-    codec = hops_of(tables, rows).codec.copy()
+    codec = gather_hops(tables, rows).codec.copy()
     for m, plan in enumerate(plans):
-        codec[m, : len(plan.hops)] = [codec_index(hop.codec) for hop in plan.hops]
-    return with_codecs(tables, rows, codec)
+        codec[m, : len(plan.hops)] = [find_codec(hop.codec) for hop in plan.hops]
+    return set_codecs(tables, rows, codec)
 
 
-def hop_plans(hops: Hops, row: int) -> tuple[LinkConfig, ...]:
+def make_hop_configs(hops: Hops, row: int) -> tuple[LinkConfig, ...]:
     """Return the hops of one row; their rates are not known yet."""
     used = hops.codec[row, hops.used[row]].tolist()
     return tuple(LinkConfig(codec=CODECS[index]) for index in used)
 
 
-def stage_names(tables: Tables, rows: Layouts, row: int) -> list[str]:
+def list_stage_names(tables: Tables, rows: Layouts, row: int) -> list[str]:
     """Return the names of the control unit and the devices of one row, in pipeline order."""
     members = tables.snapshot.clusters[int(rows.cluster_r[row])].profile.members
-    used = rows.member_rs[row, : rows.depth_of(row)].tolist()
+    used = rows.member_rs[row, : rows.count_segments(row)].tolist()
     return [members[i].device_id for i in (0, *used)]
 
 
-def segments_of(tables: Tables, rows: Layouts, row: int) -> tuple[Segment, ...]:
+def make_segments(tables: Tables, rows: Layouts, row: int) -> tuple[Segment, ...]:
     """Return the segments of one row, with device names."""
-    devices, stops = stage_names(tables, rows, row)[1:], rows.stop_rs[row].tolist()
+    devices, stops = list_stage_names(tables, rows, row)[1:], rows.stop_rs[row].tolist()
     return tuple(
         Segment(device_id=device, first_block=stops[s - 1] if s else 0, stop_block=stops[s])
         for s, device in enumerate(devices)

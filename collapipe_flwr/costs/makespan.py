@@ -1,4 +1,4 @@
-"""How long one step takes: GPipe's closed form and 1F1B's lower bound.
+"""The duration of one step: GPipe's closed form and 1F1B's lower bound.
 
 Links count as stages of a flow shop. Arrays have the pipeline on their last axis, and zeros where a
 plan has no stage: padding changes neither sums nor maxima. Our reconstruction.
@@ -19,7 +19,7 @@ Both = Sequence[ArrayLike]
 """Seconds per micro-batch of the forward and the backward pass."""
 
 
-def step_makespan_s(
+def compute_step_makespan_s(
     options: PricingOptions,
     stage_s: Both,
     hop_s: Both,
@@ -32,11 +32,13 @@ def step_makespan_s(
     ``held`` are the most micro-batches that fit on every stage, and on all ahead of it.
     """
     if options.schedule == "gpipe":
-        return gpipe_makespan_s(stage_s, hop_s, micro_batches, axis)
-    return _overlapped_makespan_s(options, stage_s, hop_s, micro_batches, axis, held)
+        return compute_gpipe_makespan_s(stage_s, hop_s, micro_batches, axis)
+    return _bound_overlapped_s(options, stage_s, hop_s, micro_batches, axis, held)
 
 
-def gpipe_makespan_s(stage_s: Both, hop_s: Both, micro_batches: ArrayLike, axis: int = -1) -> Array:
+def compute_gpipe_makespan_s(
+    stage_s: Both, hop_s: Both, micro_batches: ArrayLike, axis: int = -1
+) -> Array:
     """Compute the exact makespan of a GPipe step: two permutation flow shops, one after another.
 
     In either pass a micro-batch alone takes all stages (K + 2 along ``axis``) and hops (K + 1),
@@ -50,14 +52,15 @@ def gpipe_makespan_s(stage_s: Both, hop_s: Both, micro_batches: ArrayLike, axis:
     return makespan
 
 
-def _least_idle_s(
+def _bound_idle_s(
     passes: Sequence[Array], hops: Sequence[Array], tail: Array, most: Array, micro_batches: Array
 ) -> Array:
     """Bound from below how long every stage idles, at any depth up to ``most``; (K + 2, ...).
 
-    With depth d it makes d forward passes before its first backward pass, as fast as they come,
-    which waits for ``tail``, and d backward passes behind its last forward pass, as fast as the
-    stages ahead take gradients. Both are convex in d: the least lies where one begins to rise.
+    A stage of depth d makes d forward passes, as fast as they come, before its first backward pass,
+    which waits for ``tail``; and d backward passes after its last forward pass, as fast as the
+    stages ahead take gradients. Both waits are convex in d: their least sum is where one begins to
+    rise.
     """
     slower, rises = [], []
     for own, hop in zip(passes, hops, strict=True):
@@ -65,7 +68,9 @@ def _least_idle_s(
         np.maximum(pace[1:], np.maximum.accumulate(np.maximum(own[:-1], hop)), out=pace[1:])
         slower.append(pace - own)
         rises.append(np.minimum(tail / np.maximum(pace, TINY), most - 1.0))
-    last = micro_batches - 1.0  # where all forward passes come first, the tail is waited for once
+    last = (
+        micro_batches - 1.0
+    )  # if all forward passes come first, the stage waits once for the tail
     once = np.maximum(tail - last * np.minimum(*passes), last * (slower[0] + slower[1]))
     idle = np.where(most < micro_batches, np.inf, once)
     for more in rises:
@@ -76,18 +81,18 @@ def _least_idle_s(
     return idle
 
 
-def _in_turns_s(stage: Array, tail: Array, most: Array, micro_batches: Array) -> Array:
-    """Compute how long it takes to have every micro-batch here for its passes and ``tail``.
+def _time_turns_s(stage: Array, tail: Array, most: Array, micro_batches: Array) -> Array:
+    """Bound the seconds in which every micro-batch is here for its passes and ``tail``.
 
-    Only ``most`` are here at once. Where those cannot hide the tail, one after the other of what is
-    left over takes its own passes before.
+    Only ``most`` are here at once. Where those cannot hide the tail, the remaining micro-batches
+    add their own passes one after the other.
     """
     over = (micro_batches - 1.0) % most
     over[(most >= micro_batches) | (tail < (most - 1.0) * stage)] = 0.0
     return np.asarray(np.ceil(micro_batches / most) * (stage + tail) + over * stage)
 
 
-def _overlapped_makespan_s(
+def _bound_overlapped_s(
     options: PricingOptions,
     stage_s: Both,
     hop_s: Both,
@@ -98,10 +103,9 @@ def _overlapped_makespan_s(
     """Bound a step from below when passes overlap (1F1B); the bound is nearly reached.
 
     A stage works J times both passes; before, the first micro-batch has passed the stages ahead of
-    it, and after, the last gradient passes them. It idles while all that it can hold is on the way
-    to the edge and back, and while its first ones arrive. In one direction, a stage or a link works
-    J times within one trip.
-    See ``warm_up`` and docs/theory-appendix.md, 5.5.
+    it, and after, the last gradient passes them. It idles while all micro-batches that it can hold
+    are on the way to the edge and back, and while its first ones arrive. In one direction, a stage
+    or a link works J times within one trip. See ``warm_up`` and docs/theory-appendix.md, 5.5.
     """
     both = [np.moveaxis(np.asarray(each), axis, 0) for each in stage_s]
     there, home = (np.moveaxis(np.asarray(each), axis, 0) for each in hop_s)
@@ -114,8 +118,8 @@ def _overlapped_makespan_s(
         begun[1:] = steps
         tail = whole - begun - stage
         most = np.clip(np.moveaxis(held, axis, 0), 1.0, micro_batches)
-        idle = _least_idle_s(both, (there, home), tail, most, micro_batches)
-        least = np.maximum(work + idle, _in_turns_s(stage, tail, most, micro_batches))
+        idle = _bound_idle_s(both, (there, home), tail, most, micro_batches)
+        least = np.maximum(work + idle, _time_turns_s(stage, tail, most, micro_batches))
         least += begun
         least *= stage > 0.0
         longest = np.maximum(longest, least.max(0))

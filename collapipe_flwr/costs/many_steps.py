@@ -1,8 +1,8 @@
 """Many steps of 1F1B played side by side, with the results of `warm_up` for each, bit by bit.
 
 Suffixes: ``_k`` stage (control unit, slots, edge), ``_r`` row. Unused slots lie between the last
-device and the edge. They compute nothing, nothing is sent behind them, and like the edge they hold
-one micro-batch, so they change no end of anything.
+device and the edge. They compute nothing, send nothing, and like the edge hold one micro-batch, so
+they change no times.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ManySteps:
         open_r, most = np.arange(len(found_r)), int(self.micro_batches_r.max())
         for first in range(0, most, AT_A_TIME):
             slacks = range(first, min(first + AT_A_TIME, most))
-            trials = [self._with_slack(limit_kr, slack)[:, open_r] for slack in slacks]
+            trials = [self._add_slack(limit_kr, slack)[:, open_r] for slack in slacks]
             again = self.take(np.tile(open_r, len(trials)))
             played = again.play(np.concatenate(trials, axis=1)).reshape(len(trials), -1)
             going = np.ones(len(open_r), bool)
@@ -84,7 +84,7 @@ class ManySteps:
                 break
         return depth_kr, found_r
 
-    def _with_slack(self, limit_kr: Ints, slack: int) -> Ints:
+    def _add_slack(self, limit_kr: Ints, slack: int) -> Ints:
         depth_kr = np.ones_like(limit_kr)
         for k in range(len(limit_kr) - 2, -1, -1):
             behind = depth_kr[k + 1]
@@ -152,8 +152,8 @@ class ManySteps:
     def play(self, depth_kr: Ints) -> Array:
         """Play every step with depths that do not rise, (R,) seconds; see `warm_up`.
 
-        On every stage, rows with fewer forward passes than others before their first gradient sit
-        the first ones out, so that all do their last ones side by side and then one per gradient.
+        On every stage, rows with fewer forward passes than others before their first gradient skip
+        the first lines, so that all rows do their last ones together and then one per gradient.
         """
         stages, rows = depth_kr.shape
         count_r, every = self.micro_batches_r, range(stages)

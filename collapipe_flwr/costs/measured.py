@@ -1,4 +1,4 @@
-"""What a plan asks of every stage, and what it costs with stages as they were measured."""
+"""The work of a plan's stages, and the price of a plan with stages as they were measured."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from collapipe_flwr.core.domain import (
     StageSample,
 )
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.costs.tables import round_trip_bit_per_s
+from collapipe_flwr.costs.tables import compute_round_trip_bit_per_s
 from collapipe_flwr.costs.work import AHEAD, PricingOptions
 
 Profile = TypeVar("Profile", DeviceProfile, EdgeProfile)
 EDGE = ""  # in place of a device's id, where there is one edge
 
 
-def stage_parts(plan: ClusterPlan, model: ModelProfile) -> dict[str, tuple[float, float]]:
+def count_stage_parts(plan: ClusterPlan, model: ModelProfile) -> dict[str, tuple[float, float]]:
     """Count passes and operations of one example in every stage, forward and backward.
 
     Control unit, devices and the edge by its id; see `StageSample` for what counts as a pass.
@@ -43,27 +43,29 @@ def stage_parts(plan: ClusterPlan, model: ModelProfile) -> dict[str, tuple[float
     return parts
 
 
-def taken_s(profile: DeviceProfile | EdgeProfile, passes: float, flop: float) -> float:
-    """Seconds of one micro-batch by a profile."""
+def compute_pass_s(profile: DeviceProfile | EdgeProfile, passes: float, flop: float) -> float:
+    """Compute the seconds of one micro-batch by a profile."""
     return passes * profile.overhead_s + flop / profile.speed_flop_per_s
 
 
-def server_s(profile: ClusterProfile, model: ModelProfile) -> float:
-    """Seconds of a round's weights from the Flower server and back; see `tables`."""
+def compute_server_s(profile: ClusterProfile, model: ModelProfile) -> float:
+    """Compute the seconds of a round's weights from the Flower server and back; see `tables`."""
     whole = model.embedding.parameter_bytes + sum(b.parameter_bytes for b in model.blocks)
     far = profile.real_links or profile.edge_at_home
     whole += model.decoder.parameter_bytes if far else 0
-    return 16.0 * whole / round_trip_bit_per_s(profile)
+    return 16.0 * whole / compute_round_trip_bit_per_s(profile)
 
 
-def as_measured(snapshot: Snapshot, cluster_id: str, samples: Collection[StageSample]) -> Snapshot:
-    """Return the snapshot with one cluster's members, and its edge, as fast as the samples say."""
+def apply_samples(
+    snapshot: Snapshot, cluster_id: str, samples: Collection[StageSample]
+) -> Snapshot:
+    """Return the snapshot with one cluster's members and edge at the speeds of the samples."""
     known = {sample.device_id: sample for sample in samples if 0 < sample.busy_s < math.inf}
 
     def measured(profile: Profile, name: str) -> Profile:
         if name not in known:
             return profile
-        speed, overhead_s = _fitted(profile, known[name])
+        speed, overhead_s = _fit_speed(profile, known[name])
         return replace(profile, speed_flop_per_s=speed, overhead_s=overhead_s)
 
     def seen(cluster: ClusterSnapshot) -> ClusterSnapshot:
@@ -78,28 +80,28 @@ def as_measured(snapshot: Snapshot, cluster_id: str, samples: Collection[StageSa
     return replace(snapshot, clusters=tuple(map(seen, snapshot.clusters)), edge=edge)
 
 
-def _fitted(profile: DeviceProfile | EdgeProfile, sample: StageSample) -> tuple[float, float]:
-    """Speed and overhead, both as much slower as the sample was; all overhead without work."""
-    expected_s = taken_s(profile, sample.passes, sample.flop)
+def _fit_speed(profile: DeviceProfile | EdgeProfile, sample: StageSample) -> tuple[float, float]:
+    """Scale speed and overhead by the sample's slowness; without work all of it is overhead."""
+    expected_s = compute_pass_s(profile, sample.passes, sample.flop)
     if expected_s <= 0:
         return profile.speed_flop_per_s, sample.busy_s / sample.passes
     slower = sample.busy_s / expected_s
     return profile.speed_flop_per_s / slower, profile.overhead_s * slower
 
 
-def explained_s(
+def explain_latency_s(
     plan: ClusterPlan,
     samples: Collection[StageSample],
     snapshot: Snapshot,
     options: PricingOptions | None,
 ) -> float:
-    """Return the latency of one cluster's round by the snapshot's links and the measured stages."""
+    """Price one cluster's round, in seconds, by the snapshot's links and the measured stages."""
     alone = Plan(round_index=0, policy="", clusters=(plan,), latency_s=0.0, rho=1.0)
-    shown = as_measured(snapshot, plan.cluster_id, samples)
-    return price(alone, _with_its_part(shown, plan.cluster_id, options), options).latency_s
+    shown = apply_samples(snapshot, plan.cluster_id, samples)
+    return price(alone, _take_own_part(shown, plan.cluster_id, options), options).latency_s
 
 
-def _with_its_part(snapshot: Snapshot, cluster_id: str, options: PricingOptions | None) -> Snapshot:
+def _take_own_part(snapshot: Snapshot, cluster_id: str, options: PricingOptions | None) -> Snapshot:
     """Replace an edge that others share by the cluster's own part of it."""
     profile = next(c.profile for c in snapshot.clusters if c.profile.cluster_id == cluster_id)
     edge = snapshot.edge_of(profile)

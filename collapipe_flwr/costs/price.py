@@ -16,25 +16,30 @@ from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import (
     Chain,
-    chain_of,
-    flight_table,
-    hop_bandwidth_hz,
-    planned_makespan_s,
+    compute_planned_makespan_s,
+    find_hop_bandwidth_hz,
+    make_chain,
     price_rows,
+    tabulate_depths,
 )
-from collapipe_flwr.costs.layouts import planned_codecs, restricted, rows_of_plans, stage_names
-from collapipe_flwr.costs.radio import rate_bit_per_s
+from collapipe_flwr.costs.layouts import (
+    list_stage_names,
+    make_plan_rows,
+    select_clusters,
+    set_planned_codecs,
+)
+from collapipe_flwr.costs.radio import compute_rate_bit_per_s
 from collapipe_flwr.costs.replicas import PricedCluster, ReplicatedPricing
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.warm_up import Depths
-from collapipe_flwr.costs.work import PricingOptions, peak_bytes
+from collapipe_flwr.costs.work import PricingOptions, count_peak_bytes
 
 LEAST_BIT_PER_S = 1e-6  # a link that carries nothing has a price, too: prices stay finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedPlan:
-    """What a plan costs; the round lasts as long as its slowest cluster."""
+    """The price of a plan; the round lasts as long as its slowest cluster."""
 
     latency_s: float
     clusters: tuple[PricedCluster, ...]
@@ -45,15 +50,15 @@ def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None)
     if not plan.clusters:
         raise ScheduleError(f"the plan of round {plan.round_index} has no clusters to price")
     chain = _tabulate_chain(plan, snapshot, options or PricingOptions())
-    powers = planned_powers(chain, plan.clusters)
-    times = achieved_times(chain, plan.clusters, powers)
+    powers = gather_powers(chain, plan.clusters)
+    times = compute_times(chain, plan.clusters, powers)
     depths = [_select_depths(c) for c in plan.clusters]
-    step_s = planned_makespan_s(chain, times, depths)
+    step_s = compute_planned_makespan_s(chain, times, depths)
     clusters = price_clusters(
         chain, price_rows(chain, times, powers).energy_j, times, depths, step_s
     )
     clusters = tuple(
-        ReplicatedPricing(chain.tables, m, each, chain.options).costs()
+        ReplicatedPricing(chain.tables, m, each, chain.options).price()
         if max(each.replicas) > 1
         else priced
         for m, (each, priced) in enumerate(zip(plan.clusters, clusters, strict=True))
@@ -70,11 +75,11 @@ def price_clusters(
     """
     tables, rows = chain.tables, chain.rows
     latency_s = chain.fixed_s + chain.steps_r * step_s
-    memory = peak_bytes(tables, rows, chain.options, flight_table(chain, depths))
+    memory = count_peak_bytes(tables, rows, chain.options, tabulate_depths(chain, depths))
     clusters = []
     for m, cluster in enumerate(tables.snapshot.clusters):
         idle = dict.fromkeys((member.device_id for member in cluster.profile.members), 0.0)
-        names = stage_names(tables, rows, m)
+        names = list_stage_names(tables, rows, m)
         joules = idle | {name: float(energy_rs[m, k]) for k, name in enumerate(names)}
         if head := cluster.profile.edge_device:
             last = len(names) - 1, 1
@@ -94,24 +99,24 @@ def price_clusters(
 
 
 def _select_depths(plan: ClusterPlan) -> Depths:
-    """Select depths of every stage's first device; with replicas, such as never block."""
+    """Select depths of every stage's first device; with replicas, depths that never block."""
     shared = max(plan.replicas) > 1
     return (plan.micro_batches,) * len(plan.warmup_depth) if shared else plan.warmup_depth
 
 
-def with_rates(plan: Plan, snapshot: Snapshot) -> Plan:
-    """Set the rate of every hop over the snapshot's gains, as far as links reach it.
+def set_planned_rates(plan: Plan, snapshot: Snapshot) -> Plan:
+    """Set the rate of every hop over the snapshot's gains, times the share that its link reaches.
 
     Raises ScheduleError if a planned party is gone.
     """
     if not plan.clusters:
         return plan
     chain = _tabulate_chain(plan, snapshot, PricingOptions())
-    rates = achieved_rates(chain, plan.clusters, planned_powers(chain, plan.clusters))
+    rates = compute_rates(chain, plan.clusters, gather_powers(chain, plan.clusters))
     rates = rates * chain.hops.share[:, :, None]
     for m, cluster in enumerate(plan.clusters):
         if max(cluster.replicas) > 1:
-            priced = ReplicatedPricing(chain.tables, m, cluster, chain.options).costs()
+            priced = ReplicatedPricing(chain.tables, m, cluster, chain.options).price()
             rates[m, : len(priced.rates)] = priced.rates
     clusters = [
         replace(cluster, hops=_set_rates(cluster, rates[m]))
@@ -130,12 +135,12 @@ def _set_rates(plan: ClusterPlan, rate_h2: Array) -> tuple[LinkConfig, ...]:
 
 def _tabulate_chain(plan: Plan, snapshot: Snapshot, options: PricingOptions) -> Chain:
     """Tabulate the plan's clusters in its order, with its layouts and codecs."""
-    tables = tabulate(restricted(snapshot, [c.cluster_id for c in plan.clusters]))
-    rows = rows_of_plans(tables, plan.clusters)
-    return chain_of(planned_codecs(tables, rows, plan.clusters), rows, options)
+    tables = tabulate(select_clusters(snapshot, [c.cluster_id for c in plan.clusters]))
+    rows = make_plan_rows(tables, plan.clusters)
+    return make_chain(set_planned_codecs(tables, rows, plan.clusters), rows, options)
 
 
-def planned_powers(chain: Chain, plans: Sequence[ClusterPlan]) -> Array:
+def gather_powers(chain: Chain, plans: Sequence[ClusterPlan]) -> Array:
     """Return the plans' powers on hops, (R, S + 1, 2); the edge sends at its own full power."""
     powers = np.zeros_like(chain.power_max_w)
     for m, plan in enumerate(plans):
@@ -146,16 +151,16 @@ def planned_powers(chain: Chain, plans: Sequence[ClusterPlan]) -> Array:
     return powers
 
 
-def achieved_times(chain: Chain, plans: Sequence[ClusterPlan], powers: Array) -> Array:
+def compute_times(chain: Chain, plans: Sequence[ClusterPlan], powers: Array) -> Array:
     """Compute hop times of the planned powers over the snapshot's gains."""
-    times = chain.hops.bits[:, :, None] / achieved_rates(chain, plans, powers)
+    times = chain.hops.bits[:, :, None] / compute_rates(chain, plans, powers)
     return np.where(chain.hops.used[:, :, None], times, 0.0)
 
 
-def achieved_rates(chain: Chain, plans: Sequence[ClusterPlan], powers: Array) -> Array:
+def compute_rates(chain: Chain, plans: Sequence[ClusterPlan], powers: Array) -> Array:
     """Compute promised bits per second of hops, (R, S + 1, 2), both ways; 1 without a hop."""
-    width = hop_bandwidth_hz(chain, np.array([plan.bandwidth_hz for plan in plans]))
+    width = find_hop_bandwidth_hz(chain, np.array([plan.bandwidth_hz for plan in plans]))
     used = chain.hops.used[:, :, None]
     snr = np.where(used, powers, 1.0) / chain.noise_over_gain[:, :, None]
-    rates = np.maximum(rate_bit_per_s(width[:, :, None], snr), LEAST_BIT_PER_S)
+    rates = np.maximum(compute_rate_bit_per_s(width[:, :, None], snr), LEAST_BIT_PER_S)
     return np.where(used, rates, 1.0)

@@ -42,7 +42,7 @@ SHARES = np.array([WIRE_SHARE[name] for name in CODECS])  # by place in CODECS
 NOISE = np.array([ROUNDING[name] ** 2 for name in CODECS])  # errors of links add as squares do
 
 
-def codec_index(name: str) -> int:
+def find_codec(name: str) -> int:
     """Return the place in ``CODECS``; raises ConfigError with the names there are."""
     if name not in CODECS:
         raise ConfigError(f"unknown codec {name!r}: choose one of {', '.join(CODECS)}")
@@ -52,24 +52,24 @@ def codec_index(name: str) -> int:
 def rank_codecs(names: Sequence[str]) -> tuple[int, ...]:
     """Rank codecs worth a choice, the least lossy first: each is smaller than those before."""
     steps: list[int] = []
-    for index in sorted({codec_index(name) for name in names}):
+    for index in sorted({find_codec(name) for name in names}):
         if not steps or SHARES[index] < SHARES[steps[-1]]:
             steps.append(index)
     return tuple(steps)
 
 
-def rate_bit_per_s(bandwidth_hz: ArrayLike, snr_w: ArrayLike) -> Array:
+def compute_rate_bit_per_s(bandwidth_hz: ArrayLike, snr_w: ArrayLike) -> Array:
     """Compute the rate ``w log2(1 + p g / (w N0))``; ``snr_w`` is ``p g / N0`` in Hz."""
     width = np.asarray(bandwidth_hz, dtype=np.float64)
     return width * np.log1p(np.asarray(snr_w) / width) / LN2
 
 
-def send_time_s(bits: ArrayLike, bandwidth_hz: ArrayLike, snr_w: ArrayLike) -> Array:
+def compute_send_time_s(bits: ArrayLike, bandwidth_hz: ArrayLike, snr_w: ArrayLike) -> Array:
     """Compute the seconds that ``bits`` take at full use of the link."""
-    return np.asarray(bits, dtype=np.float64) / rate_bit_per_s(bandwidth_hz, snr_w)
+    return np.asarray(bits, dtype=np.float64) / compute_rate_bit_per_s(bandwidth_hz, snr_w)
 
 
-def power_for_time_w(
+def compute_power_w(
     bits: ArrayLike, bandwidth_hz: ArrayLike, noise_over_gain: ArrayLike, time_s: ArrayLike
 ) -> Array:
     """Compute the power that sends ``bits`` in exactly ``time_s`` (``noise_over_gain`` = N0/g)."""
@@ -106,22 +106,22 @@ def _tabulate_exponent() -> tuple[Array, Array]:
     return exponent, np.log(exponent)
 
 
-def _place(log_ratio: Array) -> Array:
+def _find_place(log_ratio: Array) -> Array:
     return (log_ratio - GRID_FROM) * (GRID_STEPS / (GRID_TO - GRID_FROM))
 
 
-def exponent_near(log_ratio: Array) -> Array:
+def interpolate_exponent(log_ratio: Array) -> Array:
     """Interpolate ``solve_exponent`` of ``exp(log_ratio)``, to about 1e-5 relative."""
     exponent, _ = _tabulate_exponent()
-    place = np.clip(_place(log_ratio), 0.0, GRID_STEPS - 1e-6)
+    place = np.clip(_find_place(log_ratio), 0.0, GRID_STEPS - 1e-6)
     whole = place.astype(np.intp)
     below = exponent.take(whole)
     return np.asarray(below + (place - whole) * (exponent.take(whole + 1) - below))
 
 
-def log_exponent_near(log_ratio: Array) -> Array:
-    """Look up the logarithm of ``exponent_near`` at the nearest entry: to about 0.3 %."""
-    place = (_place(log_ratio) + 0.5).astype(np.intp)
+def look_up_log_exponent(log_ratio: Array) -> Array:
+    """Look up the logarithm of ``interpolate_exponent`` at the nearest entry: to about 0.3 %."""
+    place = (_find_place(log_ratio) + 0.5).astype(np.intp)
     return np.asarray(_tabulate_exponent()[1].take(place, mode="clip"))
 
 

@@ -23,11 +23,11 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
-from collapipe_flwr.costs.radio import WIRE_SHARE, codec_index
+from collapipe_flwr.costs.radio import WIRE_SHARE, find_codec
 
 _Ends = tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]
 TINY_GAIN = 1e-30  # stands in for absent links so that logarithms stay finite
-FEW_CLUSTERS = 20  # with more, time does not allow playing whatever is tried
+FEW_CLUSTERS = 20  # with more, there is no time to replay all candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +67,10 @@ class EdgeTable:
     speed_m: Array
     overhead_m: Array
     power_m: Array  # W
-    energy_per_flop_m: Array  # 0 but of a device: the control unit's is that member's
+    energy_per_flop_m: Array  # 0 unless it is a device; a control unit's is in the member table
     memory_m: Array  # bytes, of each of its clusters
     clusters_m: Array
-    own_m: Mask  # whether it is another than the snapshot's
+    own_m: Mask  # whether it differs from the snapshot's
     home_m: Mask  # whether it is the control unit
 
 
@@ -86,7 +86,7 @@ class Tables:
     d2d_hz_mij: Array  # like gain_mij; to the edge only where that is the control unit
     codec_mij: Ints  # like gain_mij: the link's place in ``core.links.CODECS``
     share_mij: Array  # like gain_mij: of its promised rate, what the link reaches
-    server_rate_m: Array  # what a round takes besides counts as a slower way to the server
+    server_rate_m: Array  # slower than the link's, to include what a round takes besides
     examples_m: Array
     most_share_m: Array  # of the whole model's training memory, on any one device
 
@@ -96,7 +96,7 @@ class Tables:
 
     @property
     def few(self) -> bool:
-        """Whether time allows playing whatever is tried."""
+        """Whether there is time to replay all candidates."""
         return self.num_clusters <= FEW_CLUSTERS
 
     @property
@@ -104,7 +104,7 @@ class Tables:
         """Encoder blocks of the model."""
         return len(self.snapshot.model.blocks)
 
-    def names_of(self, clusters: Iterable[int]) -> list[str]:
+    def list_names(self, clusters: Iterable[int]) -> list[str]:
         """Return the ids of the clusters with these indices."""
         return [self.snapshot.clusters[m].profile.cluster_id for m in clusters]
 
@@ -115,34 +115,34 @@ class Tables:
 
 
 def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
-    """Arrays of ``snapshot``; raises ScheduleError where a number cannot be planned with.
+    """Tabulate ``snapshot``; raises ScheduleError for a number that no plan can use.
 
     All links use ``codec``, except in clusters whose profile names another one.
     """
     _check(snapshot)
     clusters = snapshot.clusters
-    members = _members(clusters)
+    members = _tabulate_members(clusters)
     _check_members(clusters, members)
-    codecs = [codec_index(c.profile.link_codec or codec) for c in clusters]
+    codecs = [find_codec(c.profile.link_codec or codec) for c in clusters]
     gains = [(c.channel.d2d_gain, c.channel.edge_gain) for c in clusters]
     shares = [None if c.links is None else (c.links.d2d, c.links.edge) for c in clusters]
-    d2d_hz = _d2d(clusters)
+    d2d_hz = _tabulate_d2d(clusters)
     return Tables(
         snapshot=snapshot,
-        blocks=block_table(snapshot.model),
+        blocks=tabulate_blocks(snapshot.model),
         members=members,
-        edges=_edges(snapshot),
-        gain_mij=np.maximum(_links(gains, d2d_hz.shape, TINY_GAIN), TINY_GAIN),
+        edges=_tabulate_edges(snapshot),
+        gain_mij=np.maximum(_tabulate_links(gains, d2d_hz.shape, TINY_GAIN), TINY_GAIN),
         d2d_hz_mij=d2d_hz,
         codec_mij=np.tile(np.array(codecs, np.int64)[:, None, None], (1, *d2d_hz.shape[1:])),
-        share_mij=_links(shares, d2d_hz.shape, 1.0),
-        server_rate_m=_server_rates(snapshot),
+        share_mij=_tabulate_links(shares, d2d_hz.shape, 1.0),
+        server_rate_m=_compute_server_rates(snapshot),
         examples_m=np.array([c.profile.examples for c in clusters], dtype=np.float64),
         most_share_m=np.full(len(clusters), np.inf),
     )
 
 
-def _edges(snapshot: Snapshot) -> EdgeTable:
+def _tabulate_edges(snapshot: Snapshot) -> EdgeTable:
     profiles = [cluster.profile for cluster in snapshot.clusters]
     edges = [snapshot.edge_of(profile) for profile in profiles]
     owned = [profile.edge is not None for profile in profiles]
@@ -168,20 +168,22 @@ def _edges(snapshot: Snapshot) -> EdgeTable:
     )
 
 
-def round_trip_bit_per_s(profile: ClusterProfile) -> float:
+def compute_round_trip_bit_per_s(profile: ClusterProfile) -> float:
     """Return the rate of a model from the server and of its update, which may be coded, back."""
     return 2.0 * profile.server_rate_bit_per_s / (1.0 + WIRE_SHARE[profile.update_codec])
 
 
-def _server_rates(snapshot: Snapshot) -> Array:
-    """Rates at which embedding and blocks take as long there and back as all that a round takes.
+def _compute_server_rates(snapshot: Snapshot) -> Array:
+    """Compute the rates that make embedding and blocks take as long as all that a round sends.
 
-    That is the round's overhead, and for machines the decoder's weights, too. A simulated edge
-    stands beside the server, as the paper's does, unless the control unit is it.
+    Besides these a round takes its overhead and, with real machines, the decoder's weights. A
+    simulated edge stands beside the server, as in the paper, unless it is the control unit.
     """
     model, profiles = snapshot.model, [c.profile for c in snapshot.clusters]
     bits = 16.0 * sum(part.parameter_bytes for part in (model.embedding, *model.blocks))
-    rate = np.array([round_trip_bit_per_s(profile) for profile in profiles], dtype=np.float64)
+    rate = np.array(
+        [compute_round_trip_bit_per_s(profile) for profile in profiles], dtype=np.float64
+    )
     overhead = np.array([profile.overhead_s for profile in profiles], dtype=np.float64)
     apart = [profile.real_links or profile.edge_at_home for profile in profiles]
     far = np.array(apart, dtype=np.float64)
@@ -189,8 +191,8 @@ def _server_rates(snapshot: Snapshot) -> Array:
     return rate / (1.0 + more_bits / max(bits, 1.0))
 
 
-def block_table(model: ModelProfile) -> BlockTable:
-    """Prefix sums over the blocks of ``model``."""
+def tabulate_blocks(model: ModelProfile) -> BlockTable:
+    """Tabulate prefix sums over the blocks of ``model``."""
 
     def prefix(cost: str) -> Array:
         values = [float(getattr(block, cost)) for block in model.blocks]
@@ -209,7 +211,7 @@ def block_table(model: ModelProfile) -> BlockTable:
     )
 
 
-def _members(clusters: tuple[ClusterSnapshot, ...]) -> MemberTable:
+def _tabulate_members(clusters: tuple[ClusterSnapshot, ...]) -> MemberTable:
     rows = [c.profile.members for c in clusters]
     width = max(len(row) for row in rows)
 
@@ -235,7 +237,7 @@ def _members(clusters: tuple[ClusterSnapshot, ...]) -> MemberTable:
     )
 
 
-def _links(given: Sequence[_Ends | None], shape: tuple[int, ...], absent: float) -> Array:
+def _tabulate_links(given: Sequence[_Ends | None], shape: tuple[int, ...], absent: float) -> Array:
     """Tabulate a value of every link, (M, I, I + 1): as given between members and to the edge."""
     table = np.full(shape, absent)
     for m, ends in enumerate(given):
@@ -246,10 +248,10 @@ def _links(given: Sequence[_Ends | None], shape: tuple[int, ...], absent: float)
     return table
 
 
-def _d2d(clusters: tuple[ClusterSnapshot, ...]) -> Array:
-    """Bandwidth of the hop between any two members: the narrower of both radios, (M, I, I + 1).
+def _tabulate_d2d(clusters: tuple[ClusterSnapshot, ...]) -> Array:
+    """Tabulate the bandwidth between any two members, the narrower of both radios, (M, I, I + 1).
 
-    Also to the edge, where that is the control unit.
+    The last receiver is the edge, where that is the control unit.
     """
     width = max(len(c.profile.devices) + 1 for c in clusters)
     shared = np.array([c.profile.d2d_bandwidth_hz for c in clusters], dtype=np.float64)
@@ -269,8 +271,8 @@ def _check(snapshot: Snapshot) -> None:
         raise ScheduleError("no cluster is connected: nothing can be planned; start a cluster")
     if not model.blocks:
         raise ScheduleError("the model has no encoder blocks: choose a model with at least one")
-    _distinct("cluster ids", [c.profile.cluster_id for c in snapshot.clusters])
-    _positive("the radio's", radio, "bandwidth_hz", "noise_w_per_hz")
+    _check_distinct("cluster ids", [c.profile.cluster_id for c in snapshot.clusters])
+    _check_positive("the radio's", radio, "bandwidth_hz", "noise_w_per_hz")
     _check_edge("the edge's", edge)
     blocks = {f"block {index}": block for index, block in enumerate(model.blocks)}
     for name, cost in {"embedding": model.embedding, "decoder": model.decoder, **blocks}.items():
@@ -281,7 +283,7 @@ def _check(snapshot: Snapshot) -> None:
             "output_bytes",
             "passing_bytes",
         ):
-            _not_negative(f"{name}: {field}", getattr(cost, field))
+            _check_not_negative(f"{name}: {field}", getattr(cost, field))
     for cluster in snapshot.clusters:
         _check_cluster(f"cluster {cluster.profile.cluster_id!r}", cluster)
 
@@ -292,21 +294,21 @@ def _check_cluster(where: str, cluster: ClusterSnapshot) -> None:
         raise ScheduleError(
             f"{where} has no devices: connect at least one besides its control unit"
         )
-    _distinct(f"{where}: device ids", [member.device_id for member in members])
-    _positive(f"{where}:", profile, "examples", "d2d_bandwidth_hz", "server_rate_bit_per_s")
-    _not_negative(f"{where}: overhead_s", profile.overhead_s)
+    _check_distinct(f"{where}: device ids", [member.device_id for member in members])
+    _check_positive(f"{where}:", profile, "examples", "d2d_bandwidth_hz", "server_rate_bit_per_s")
+    _check_not_negative(f"{where}: overhead_s", profile.overhead_s)
     if profile.edge is not None:
         _check_edge(f"{where}: its edge's", profile.edge)
     _check_channel(where, cluster, len(members))
 
 
 def _check_edge(where: str, edge: EdgeProfile) -> None:
-    _positive(where, edge, "speed_flop_per_s", "tx_power_w")
-    _not_negative(f"{where} overhead_s", edge.overhead_s)
+    _check_positive(where, edge, "speed_flop_per_s", "tx_power_w")
+    _check_not_negative(f"{where} overhead_s", edge.overhead_s)
 
 
 def _check_members(clusters: Sequence[ClusterSnapshot], members: MemberTable) -> None:
-    """All at once: there may be thousands of them."""
+    """Check all members at once, of which there may be thousands."""
     own = [[member.d2d_bandwidth_hz for member in c.profile.members] for c in clusters]
     hz = np.ones(members.speed_mi.shape)
     for m, row in enumerate(own):
@@ -349,17 +351,17 @@ def _check_channel(where: str, cluster: ClusterSnapshot, members: int) -> None:
             raise ScheduleError(f"{where}: channel gains {ends} must be finite and >= 0")
 
 
-def _distinct(what: str, ids: list[str]) -> None:
+def _check_distinct(what: str, ids: list[str]) -> None:
     if len(set(ids)) != len(ids):
         raise ScheduleError(f"{what} must differ, got {ids}: rename one")
 
 
-def _not_negative(what: str, value: float) -> None:
+def _check_not_negative(what: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0):
         raise ScheduleError(f"{what} must be finite and >= 0, got {value}")
 
 
-def _positive(whose: str, profile: object, *fields: str) -> None:
+def _check_positive(whose: str, profile: object, *fields: str) -> None:
     for field in fields:
         value = getattr(profile, field)
         if not (math.isfinite(value) and value > 0):

@@ -13,7 +13,7 @@ import numpy as np
 
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.schedule import ReplicaIndex
-from collapipe_flwr.costs.layouts import Layouts, member_indices
+from collapipe_flwr.costs.layouts import Layouts, index_members
 from collapipe_flwr.costs.tables import Tables
 
 
@@ -28,12 +28,14 @@ class ReplicaRows:
         self.members = [(0, 0), *self.devices]
         self._even = max(self.replicas[2:-1:2], default=1)
         self._plan, self._m = plan, m
-        self._indices = member_indices(tables, m)
+        self._indices = index_members(tables, m)
 
-    def rows(self) -> Layouts:
+    def make_rows(self) -> Layouts:
         """Build all rows."""
         plan, count = self._plan, max(self.replicas[1:-1:2]) * self._even
-        members = [[self.member(s, self.picked(s, v)) for s in self.segments] for v in range(count)]
+        members = [
+            [self.find_member(s, self.pick(s, v)) for s in self.segments] for v in range(count)
+        ]
         stops = np.array([segment.stop_block for segment in plan.segments], dtype=np.int64)
         return Layouts(
             cluster_r=np.full(count, self._m),
@@ -43,33 +45,33 @@ class ReplicaRows:
             micro_batches_r=np.full(count, plan.micro_batches),
         )
 
-    def picked(self, stage: int, row: int) -> int:
+    def pick(self, stage: int, row: int) -> int:
         """Return the replica of a stage in a row."""
         digit = row // self._even if stage % 2 else row % self._even
         return digit % self.replicas[stage]
 
-    def row(self, stage: int, replica: int, behind: int = 0) -> int:
+    def find_row(self, stage: int, replica: int, behind: int = 0) -> int:
         """Return the row in which a replica stands beside that one of the stage behind."""
         if stage % 2:
             return replica * self._even + behind
         return replica + behind * self._even
 
-    def member(self, stage: int, replica: int) -> int:
-        """Return the place on the member axis; the control unit's is 0."""
-        return self._indices[self.name(stage, replica)] if stage else 0
+    def find_member(self, stage: int, replica: int) -> int:
+        """Find a member's place on the member axis; the control unit's is 0."""
+        return self._indices[self.find_name(stage, replica)] if stage else 0
 
-    def name(self, stage: int, replica: int) -> str:
+    def find_name(self, stage: int, replica: int) -> str:
         """Return the id of a device, or of the control unit."""
         if stage == 0:
             return self._plan.member_ids[0]
         return self._plan.segments[stage - 1].device_ids[replica]
 
-    def own(self, stage: int, replica: int) -> int:
+    def count_own(self, stage: int, replica: int) -> int:
         """Count the micro-batches of a step that pass a replica."""
         turn = ReplicaIndex(replica=replica, replicas=self.replicas[stage])
         return len(turn.own(self._plan.micro_batches))
 
-    def meetings(self, hop: int) -> Counter[tuple[int, int]]:
+    def count_meetings(self, hop: int) -> Counter[tuple[int, int]]:
         """Count the micro-batches of a step that pass from each replica to each one behind."""
         ahead, behind = self.replicas[hop], self.replicas[hop + 1]
         return Counter((j % ahead, j % behind) for j in range(self._plan.micro_batches))

@@ -44,7 +44,7 @@ def choose_warm_up(
     A few combinations are tried; `tests/costs/test_warm_up.py` compares them with all that exist.
     Once a step is near ``least_s``, a lower bound for all depths, depths are not trimmed.
     """
-    play = cache(lambda depths: one_f_one_b_makespan_s(step, depths, micro_batches))
+    play = cache(lambda depths: compute_one_f_one_b_s(step, depths, micro_batches))
     found = _search(play, limit, micro_batches, least_s)
     if found.is_near(least_s):
         return found
@@ -64,12 +64,12 @@ def _search(play: _Play, limit: Sequence[int], micro_batches: int, least_s: floa
 
 def _deepen(play: _Play, limit: Sequence[int], micro_batches: int, least_s: float) -> WarmUp:
     """Deepen the textbook's depths by one more in flight per hop as long as that pays."""
-    depths = _with_slack(limit, 0)
+    depths = _add_slack(limit, 0)
     best = WarmUp(depths, play(depths))
     for slack in range(1, micro_batches):
         if best.is_near(least_s):
             break
-        depths = _with_slack(limit, slack)
+        depths = _add_slack(limit, slack)
         deeper = WarmUp(depths, play(depths))
         if best.is_near(deeper.makespan_s):
             break
@@ -98,7 +98,7 @@ def _raise_depths(
 ) -> WarmUp:
     """Raise the depth of a stage, or of all stages down to it, by one as long as that pays.
 
-    After `_trim`: a stage that is deeper than it need be hides that more would pay ahead of it.
+    This comes after `_trim`: a stage that is too deep hides the gain of more depth ahead of it.
     """
     most = [min(each, micro_batches) for each in limit]
     while not found.is_near(least_s):
@@ -116,7 +116,7 @@ def _raise_depths(
     return found
 
 
-def _with_slack(limit: Sequence[int], slack: int) -> Depths:
+def _add_slack(limit: Sequence[int], slack: int) -> Depths:
     """Count from the end: 1, then one more and ``slack`` per stage, as far as limits allow."""
     depths = [1]
     for most in reversed(limit[:-1]):
@@ -124,8 +124,8 @@ def _with_slack(limit: Sequence[int], slack: int) -> Depths:
     return tuple(reversed(depths))
 
 
-def one_f_one_b_makespan_s(step: StepTimes, depths: Depths, micro_batches: int) -> float:
-    """Compute what `replay` does, by recurrence if possible. Raises ScheduleError on deadlock."""
+def compute_one_f_one_b_s(step: StepTimes, depths: Depths, micro_batches: int) -> float:
+    """Compute the makespan of `replay`, by recurrence if possible; ScheduleError on deadlock."""
     in_order = not (step.half_duplex or step.weights_s)
     if in_order and all(a >= b for a, b in pairwise(depths)):
         return _play_waves_s(step, depths, micro_batches)

@@ -1,9 +1,9 @@
-"""What computing costs: stage times, once-a-round transfers, energy and peak memory of layout rows.
+"""Costs of layout rows: stage times, once-a-round transfers, energy and peak memory.
 
 Stages are the control unit (embedding), the segment slots and the edge (decoder), (R, S + 2). An
 edge that is no member is mains-powered and the link to the Flower server is no battery-driven
-radio: neither counts in energies. A control unit that is the edge is one processor (`busier_end`),
-which spends the energy of both parts. Our reconstruction.
+radio: neither counts in energies. A control unit that is the edge is one processor, which spends
+the energy of both parts (`find_busier_end`). Our reconstruction.
 
 A pass of a micro-batch of s examples through a stage of n blocks takes ``s FLOP / speed`` plus n
 times the overhead of its device: what starting an operation costs, however small its operands are.
@@ -12,10 +12,11 @@ operations. While it computes, a board draws ``speed x energy per FLOP`` watts, 
 
 Memory is the hard constraint of every plan. A device holds the state of its blocks (weights,
 gradients, optimizer) and, for every micro-batch in flight, the activations between forward and
-backward; besides, what a pass holds for a moment (gradients of activations: the largest of a
+backward; besides, the temporary tensors of a pass (gradients of activations: the largest of a
 segment counts). With re-computation only each block's input stays, plus one block's activations
-while it is computed again. What a device keeps from one round to the next is less than the state of
-its blocks, and is freed or reused before the new blocks are complete, so it is not priced again.
+while it is computed again. Tensors that a device keeps from one round to the next are smaller than
+the state of its blocks, and freed or reused before the new blocks are complete, so they are not
+priced again.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from collapipe_flwr.core.domain import (
 from collapipe_flwr.core.keys import key, one_of
 from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
-from collapipe_flwr.costs.layouts import Layouts, of_members, segment_sums, span_sums
-from collapipe_flwr.costs.radio import send_time_s
+from collapipe_flwr.costs.layouts import Layouts, gather_members, sum_segments, sum_spans
+from collapipe_flwr.costs.radio import compute_send_time_s
 from collapipe_flwr.costs.tables import BlockTable, Tables
 
 SAME = 1e-12  # relative: a plan may hold its share exactly
@@ -65,11 +66,11 @@ class PricingOptions:
 
     @property
     def execution(self) -> PlannedExecution:
-        """What plans by these options ask of stages."""
+        """The execution of plans with these options."""
         return PlannedExecution(schedule=self.schedule, recompute=self.recompute)
 
     @staticmethod
-    def of_plan(plan: ClusterPlan) -> PricingOptions:
+    def from_plan(plan: ClusterPlan) -> PricingOptions:
         """Return the options of a plan, as far as it states them."""
         asked = plan.execution
         return PricingOptions(
@@ -77,7 +78,7 @@ class PricingOptions:
         )
 
 
-def computing_of(
+def price_computing(
     tables: Tables, rows: Layouts, options: PricingOptions
 ) -> tuple[Array, Array, Array, Array]:
     """Return computing seconds, and joules of the round, (R, S + 2).
@@ -90,7 +91,7 @@ def computing_of(
 
     def stages(prefix_l: Array, values: list[float]) -> Array:
         first, last = (np.full((len(rows), 1), value) for value in values)
-        return np.concatenate([first, segment_sums(prefix_l, rows), last], axis=1)
+        return np.concatenate([first, sum_segments(prefix_l, rows), last], axis=1)
 
     forward = stages(blocks.forward_flop_l, [end.forward_flop for end in ends])
     backward = stages(blocks.backward_flop_l, [end.backward_flop for end in ends])
@@ -101,27 +102,27 @@ def computing_of(
         back[:, 1:-1] += ahead[:, 1:-1]
     parameters = stages(blocks.parameter_bytes_l, [float(end.parameter_bytes) for end in ends])
     optimiser = OPTIMISER_FLOP_PER_BYTE * parameters
-    edge = edge_speeds(tables, options)[rows.cluster_r][:, None]
-    members = of_members(tables.members.speed_mi, rows, padding=1.0)
+    edge = compute_edge_speeds(tables, options)[rows.cluster_r][:, None]
+    members = gather_members(tables.members.speed_mi, rows, padding=1.0)
     speed = np.concatenate([members, edge], axis=1)
     edge = tables.edges.overhead_m[rows.cluster_r][:, None]
-    overhead = np.concatenate([of_members(tables.members.overhead_mi, rows), edge], axis=1)
+    overhead = np.concatenate([gather_members(tables.members.overhead_mi, rows), edge], axis=1)
     size = rows.micro_batch_size_r[:, None].astype(np.float64)
     flop = rows.batch_r[:, None] * (forward + backward) + optimiser
     flop += rows.micro_batches_r[:, None] * (ahead + back) * overhead * speed
-    members = of_members(tables.members.energy_per_flop_mi, rows)
+    members = gather_members(tables.members.energy_per_flop_mi, rows)
     edge = tables.edges.energy_per_flop_m[rows.cluster_r][:, None]
-    joule = steps_of(tables, rows)[:, None] * np.concatenate([members, edge], axis=1)
+    joule = count_steps(tables, rows)[:, None] * np.concatenate([members, edge], axis=1)
     forward_s = size * forward / speed + ahead * overhead
     backward_s = size * backward / speed + back * overhead
     home = tables.edges.home_m[rows.cluster_r]
     for seconds in (forward_s, backward_s):
-        seconds[home, busier_end(model)] = (seconds[:, 0] + seconds[:, -1])[home]
+        seconds[home, find_busier_end(model)] = (seconds[:, 0] + seconds[:, -1])[home]
     flop[home, 0] += flop[home, -1]
     return forward_s, backward_s, (optimiser / speed).sum(1), joule * flop
 
 
-def busier_end(model: ModelProfile) -> int:
+def find_busier_end(model: ModelProfile) -> int:
     """Return the stage, 0 or -1, whose passes stand for both where one processor runs both.
 
     It is as busy as both, so that it paces the pipeline as that does. Only in the first and the
@@ -131,7 +132,7 @@ def busier_end(model: ModelProfile) -> int:
     return 0 if first > last else -1
 
 
-def edge_speeds(tables: Tables, options: PricingOptions) -> Array:
+def compute_edge_speeds(tables: Tables, options: PricingOptions) -> Array:
     """Return the operations per second that each cluster gets of its edge, (M,).
 
     A cluster file's edge is divided by its clusters, that of the snapshot only on request.
@@ -141,52 +142,54 @@ def edge_speeds(tables: Tables, options: PricingOptions) -> Array:
     return np.asarray(edges.speed_m / np.where(shared, edges.clusters_m, 1.0))
 
 
-def local_steps(examples: Array, batch: ArrayLike) -> Array:
+def count_local_steps(examples: Array, batch: ArrayLike) -> Array:
     """Count steps of one pass over the cluster's examples: ``ceil(D / (b J))``, at least one."""
     return np.asarray(np.maximum(np.ceil(examples / np.asarray(batch, dtype=np.float64)), 1.0))
 
 
-def steps_of(tables: Tables, rows: Layouts) -> Array:
+def count_steps(tables: Tables, rows: Layouts) -> Array:
     """Return the local steps H of every row, (R,)."""
-    return local_steps(tables.examples_m[rows.cluster_r], rows.batch_r)
+    return count_local_steps(tables.examples_m[rows.cluster_r], rows.batch_r)
 
 
-def bulk_of(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
+def price_bulk(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
     """Price a round's fixed part: seconds, (R,), and joules of transfers at full power, (R, S + 1).
 
     The control unit gets the weights from the Flower server, hands each device its segment,
     collects the segments and returns the weights. Devices begin and end their rounds at once.
     """
-    out, back = hand_out_s(tables, rows)
-    power = of_members(tables.members.power_max_mi, rows)
+    out, back = compute_hand_out_s(tables, rows)
+    power = gather_members(tables.members.power_max_mi, rows)
     sending = np.concatenate([out.sum(1)[:, None], back], axis=1)
-    slowest_s = of_members(tables.members.round_mi, rows)[:, 1:].max(1, initial=0.0)
-    return server_s(tables, rows.cluster_r) + out.sum(1) + back.sum(1) + slowest_s, power * sending
+    slowest_s = gather_members(tables.members.round_mi, rows)[:, 1:].max(1, initial=0.0)
+    return compute_server_s(tables, rows.cluster_r) + out.sum(1) + back.sum(
+        1
+    ) + slowest_s, power * sending
 
 
-def server_s(tables: Tables, clusters: Ints | int) -> Array:
+def compute_server_s(tables: Tables, clusters: Ints | int) -> Array:
     """Return the seconds that weights take from the Flower server to ``clusters`` and back."""
     whole = tables.snapshot.model.embedding.parameter_bytes + tables.blocks.parameter_bytes_l[-1]
     return np.asarray(2.0 * 8.0 * whole / tables.server_rate_m[clusters])
 
 
-def hand_out_s(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
+def compute_hand_out_s(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
     """Return the seconds of each slot's weights to its device, and back, (R, S) each."""
     cluster = rows.cluster_r
     member = np.maximum(rows.member_rs, 0)
     share = tables.share_mij[cluster[:, None], 0, member]
-    bits = 8.0 * segment_sums(tables.blocks.parameter_bytes_l, rows) / share
+    bits = 8.0 * sum_segments(tables.blocks.parameter_bytes_l, rows) / share
     width = tables.d2d_hz_mij[cluster[:, None], 0, member]
     noise = tables.snapshot.radio.noise_w_per_hz
     gain_out = tables.gain_mij[cluster[:, None], 0, member]
     gain_back = tables.gain_mij[cluster[:, None], member, 0]
     power = tables.members.power_max_mi
-    out = send_time_s(bits, width, power[cluster, 0][:, None] * gain_out / noise)
-    back = send_time_s(bits, width, power[cluster[:, None], member] * gain_back / noise)
+    out = compute_send_time_s(bits, width, power[cluster, 0][:, None] * gain_out / noise)
+    back = compute_send_time_s(bits, width, power[cluster[:, None], member] * gain_back / noise)
     return out, back
 
 
-def radio_energy_j(count_r: Array, forward_hop_j: Array, backward_hop_j: Array) -> Array:
+def sum_radio_energy_j(count_r: Array, forward_hop_j: Array, backward_hop_j: Array) -> Array:
     """Return the joules of the pipeline's transmissions, (R, S + 1), from those of one each.
 
     Hop k is sent forward by stage k and backward by stage k + 1; the edge's share is dropped.
@@ -196,25 +199,27 @@ def radio_energy_j(count_r: Array, forward_hop_j: Array, backward_hop_j: Array) 
     return np.asarray(count_r[:, None] * sent)
 
 
-def peak_bytes(tables: Tables, rows: Layouts, options: PricingOptions, flight_rs: Array) -> Array:
+def count_peak_bytes(
+    tables: Tables, rows: Layouts, options: PricingOptions, flight_rs: Array
+) -> Array:
     """Return peak bytes of every stage, (R, S + 2), with ``flight_rs`` micro-batches in flight."""
     model, size = tables.snapshot.model, rows.micro_batch_size_r[:, None].astype(np.float64)
-    state = segment_sums(tables.blocks.state_bytes_l, rows)
-    kept_l, once = kept_bytes(tables.blocks, options)
-    stash = size * (flight_rs[:, 1:-1] * segment_sums(kept_l, rows) + once * rows.used_rs)
+    state = sum_segments(tables.blocks.state_bytes_l, rows)
+    kept_l, once = count_kept_bytes(tables.blocks, options)
+    stash = size * (flight_rs[:, 1:-1] * sum_segments(kept_l, rows) + once * rows.used_rs)
     ends = []
     for cost, flight in ((model.embedding, flight_rs[:, :1]), (model.decoder, flight_rs[:, -1:])):
-        ends.append(end_bytes(cost, size, flight))
+        ends.append(count_end_bytes(cost, size, flight))
     return np.concatenate([ends[0], state + stash, ends[1]], axis=1)
 
 
-def end_bytes(cost: BlockCost, size: Array | float, flight: Array | float) -> Array:
+def count_end_bytes(cost: BlockCost, size: Array | float, flight: Array | float) -> Array:
     """Return peak bytes of embedding or decoder, ``flight`` micro-batches of ``size`` in flight."""
     each = np.asarray(flight) * cost.stash_bytes + cost.passing_bytes
     return np.asarray(cost.state_bytes + size * each)
 
 
-def kept_bytes(blocks: BlockTable, options: PricingOptions) -> tuple[Array, float]:
+def count_kept_bytes(blocks: BlockTable, options: PricingOptions) -> tuple[Array, float]:
     """Return bytes per example: prefix sums of what stays in flight, and what a pass adds."""
     if not options.recompute:
         return blocks.stash_bytes_l, blocks.passing_bytes
@@ -222,23 +227,25 @@ def kept_bytes(blocks: BlockTable, options: PricingOptions) -> tuple[Array, floa
     return inputs_l, float(np.diff(blocks.stash_bytes_l).max()) + blocks.passing_bytes
 
 
-def segment_bytes(blocks: BlockTable, options: PricingOptions, size: float, flight: float) -> Array:
+def count_segment_bytes(
+    blocks: BlockTable, options: PricingOptions, size: float, flight: float
+) -> Array:
     """Return peak bytes of a device with blocks l..k-1, (L + 1, L + 1), ``flight`` in flight."""
-    kept_l, once = kept_bytes(blocks, options)
-    return span_sums(blocks.state_bytes_l) + size * (flight * span_sums(kept_l) + once)
+    kept_l, once = count_kept_bytes(blocks, options)
+    return sum_spans(blocks.state_bytes_l) + size * (flight * sum_spans(kept_l) + once)
 
 
-def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Array:
+def count_capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Array:
     """Return the bytes that plans may use on every stage, (R, S + 2).
 
     An edge is divided by its clusters. `NO_ROOM` stands for blocks that a device must not hold.
     """
     edge = tables.edges.memory_m[rows.cluster_r][:, None]
-    members = of_members(tables.members.memory_mi, rows)
+    members = gather_members(tables.members.memory_mi, rows)
     room = np.concatenate([members, edge], axis=1)
     room = (1.0 - options.memory_margin) * room
     batch = (rows.micro_batch_size_r, rows.micro_batches_r)
-    cap = share_bytes(tables, rows.cluster_r, *batch, options)
+    cap = count_share_bytes(tables, rows.cluster_r, *batch, options)
     room[:, 1:-1] = np.minimum(room[:, 1:-1], cap[:, None])
     if tables.members.guarded:
         member = np.maximum(rows.member_rs, 0)
@@ -247,7 +254,7 @@ def capacity_bytes(tables: Tables, rows: Layouts, options: PricingOptions) -> Ar
     return room
 
 
-def share_bytes(
+def count_share_bytes(
     tables: Tables,
     clusters: Ints | int,
     size: ArrayLike,
@@ -255,28 +262,28 @@ def share_bytes(
     options: PricingOptions,
 ) -> Array:
     """Return the cap on a device's bytes: a share of the whole model with these micro-batches."""
-    whole = whole_bytes(tables, size, count, options)
+    whole = count_whole_bytes(tables, size, count, options)
     return np.asarray(tables.most_share_m[clusters] * whole * (1.0 + SAME))
 
 
 def fits(tables: Tables, rows: Layouts, options: PricingOptions) -> Mask:
     """Tell which rows fit into every stage's memory at the schedule's least depth, (R,)."""
-    need = peak_bytes(tables, rows, options, least_in_flight(rows, options))
-    room = capacity_bytes(tables, rows, options)
+    need = count_peak_bytes(tables, rows, options, count_least_in_flight(rows, options))
+    room = count_capacity_bytes(tables, rows, options)
     needed = np.pad(rows.used_rs, ((0, 0), (1, 1)), constant_values=True)
     return np.asarray(((need <= room) | ~needed).all(1))
 
 
-def most_in_flight(tables: Tables, rows: Layouts, options: PricingOptions) -> Ints:
+def count_most_in_flight(tables: Tables, rows: Layouts, options: PricingOptions) -> Ints:
     """Return the most micro-batches that fit on each stage, at least 1 and at most J, (R, S + 2).
 
     No stage may be deeper than the one before it: it would wait for forwards that the shallower
     one holds back until a backward returns, and both would wait for ever.
     """
     most, shape = rows.micro_batches_r[:, None], (len(rows), rows.member_rs.shape[1] + 2)
-    empty = peak_bytes(tables, rows, options, np.zeros(shape))
-    each = peak_bytes(tables, rows, options, np.ones(shape)) - empty
-    room = capacity_bytes(tables, rows, options) - empty
+    empty = count_peak_bytes(tables, rows, options, np.zeros(shape))
+    each = count_peak_bytes(tables, rows, options, np.ones(shape)) - empty
+    room = count_capacity_bytes(tables, rows, options) - empty
     fits = np.floor(np.divide(room, each, out=np.full(shape, np.inf), where=each > 0))
     own = np.clip(fits, 1, most)
     # Unused slots hold nothing back, and the edge comes behind the used ones.
@@ -284,23 +291,23 @@ def most_in_flight(tables: Tables, rows: Layouts, options: PricingOptions) -> In
     return np.minimum.accumulate(own, axis=1).astype(np.int64)
 
 
-def least_in_flight(rows: Layouts, options: PricingOptions) -> Array:
+def count_least_in_flight(rows: Layouts, options: PricingOptions) -> Array:
     """Return the fewest micro-batches in flight that the schedule needs, (R, S + 2).
 
     GPipe keeps all J micro-batches on every stage; 1F1B one per stage from here to the edge.
     """
     width = rows.member_rs.shape[1] + 2
     behind = np.maximum(rows.depth_r[:, None] + 1 - np.arange(width)[None, :], 0)
-    return least_flight(rows.micro_batches_r[:, None].astype(np.float64), behind, options)
+    return find_least_flight(rows.micro_batches_r[:, None].astype(np.float64), behind, options)
 
 
-def least_flight(count: ArrayLike, behind: ArrayLike, options: PricingOptions) -> Array:
+def find_least_flight(count: ArrayLike, behind: ArrayLike, options: PricingOptions) -> Array:
     """Return how many of ``count`` a stage with ``behind`` stages behind it has in flight."""
     most = np.asarray(count if options.schedule == "gpipe" else np.add(behind, 1.0))
     return np.asarray(np.minimum(most + np.zeros_like(behind, dtype=np.float64), count))
 
 
-def whole_bytes(
+def count_whole_bytes(
     tables: Tables, size: ArrayLike, count: ArrayLike, options: PricingOptions
 ) -> Array:
     """Return the bytes that training the whole model on one device takes.
@@ -308,16 +315,16 @@ def whole_bytes(
     With ``count`` micro-batches of ``size``: all in flight under GPipe, one at a time under 1F1B.
     """
     model, flight = tables.snapshot.model, np.asarray(count if options.schedule == "gpipe" else 1)
-    kept_l, once = kept_bytes(tables.blocks, options)
+    kept_l, once = count_kept_bytes(tables.blocks, options)
     ends = (model.embedding, model.decoder)
     state = tables.blocks.state_bytes_l[-1] + sum(end.state_bytes for end in ends)
     stash = kept_l[-1] + sum(end.stash_bytes for end in ends)
-    once -= tables.blocks.passing_bytes  # a share is one of what is kept
+    once -= tables.blocks.passing_bytes  # shares are of kept bytes only
     return np.asarray(state + np.asarray(size, dtype=np.float64) * (flight * stash + once))
 
 
-def whole_model(model: ModelProfile) -> ModelProfile:
-    """``model`` with embedding and decoder moved into its first and last block.
+def merge_ends(model: ModelProfile) -> ModelProfile:
+    """Move embedding and decoder of ``model`` into its first and last block.
 
     A device that holds every block of the result trains the whole model; control unit and edge
     have nothing to do and nothing crosses the air but weights.

@@ -56,10 +56,10 @@ class Checkpointed(Strategy):
         checkpoints: Checkpoints,
         others: Mapping[str, Resumable] | None = None,
     ) -> None:
-        self._strategy, self._inner = strategy, strategy.inner_strategy
+        self._strategy, self._bound_steps = strategy, strategy.inner_strategy
         self._others = dict(others or {})
         self._checkpoints = checkpoints
-        self._first_state = encode_state(self._inner, {})
+        self._first_state = encode_state(self._bound_steps, {})
         self._arrays = ArrayRecord()
         self._done = 0  # rounds before this process
         self._rng_state = ""  # to restore when the first round begins
@@ -84,7 +84,7 @@ class Checkpointed(Strategy):
         """
         with self._strategy.running(timeout, num_rounds):
             arrays = self._resume(initial_arrays)
-            result = make_driver(self._inner, self).start(
+            result = make_driver(self._bound_steps, self).start(
                 grid,
                 arrays,
                 max(num_rounds - self._done, 0),
@@ -133,12 +133,12 @@ class Checkpointed(Strategy):
 
     def _make_checkpoint(self, server_round: int) -> Checkpoint:
         arrays = Arrays()
-        state = select_changed(encode_state(self._inner, arrays), self._first_state)
+        state = select_changed(encode_state(self._bound_steps, arrays), self._first_state)
         inner = ComponentState(text=json.dumps(state), arrays=arrays)
         return Checkpoint(
             server_round=server_round,
             arrays=self._arrays,
-            strategy=type(self._inner).__name__,
+            strategy=type(self._bound_steps).__name__,
             memories={_INNER: inner, **{name: p.dump() for name, p in self._parts.items()}},
             rng_state=rng_state(),
         )
@@ -154,10 +154,10 @@ class Checkpointed(Strategy):
                 f"{checkpoint.server_round} already: resume that run or choose another folder"
             )
         _check_same_model(checkpoint.arrays, initial)
-        check_same_class(self._inner, checkpoint.strategy)
+        check_same_class(self._bound_steps, checkpoint.strategy)
         with self._translate_errors(checkpoint, _INNER):
             inner = checkpoint.memories[_INNER]
-            restore_state(self._inner, json.loads(inner.text), dict(inner.arrays))
+            restore_state(self._bound_steps, json.loads(inner.text), dict(inner.arrays))
         for name, part in self._parts.items():
             with self._translate_errors(checkpoint, name):
                 part.load(checkpoint.memories.get(name, ComponentState()))

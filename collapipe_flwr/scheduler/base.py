@@ -8,11 +8,17 @@ import numpy as np
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.chain import chain_of, latency_of, schedule_rows
-from collapipe_flwr.costs.convergence import constants_of, noise_scale_of, update
-from collapipe_flwr.costs.layouts import Layouts, hop_plans, replaced, segments_of, stage_names
+from collapipe_flwr.costs.chain import compute_latency_s, make_chain, schedule_rows
+from collapipe_flwr.costs.convergence import estimate_constants, estimate_noise_scale, update
+from collapipe_flwr.costs.layouts import (
+    Layouts,
+    list_stage_names,
+    make_hop_configs,
+    make_segments,
+    replace_rows,
+)
 from collapipe_flwr.costs.price import price_clusters
-from collapipe_flwr.costs.radio import rate_bit_per_s
+from collapipe_flwr.costs.radio import compute_rate_bit_per_s
 from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.warm_up import Depths
@@ -118,7 +124,7 @@ def _with_usable_links(tables: Tables) -> Tables:
     width_hz = tables.d2d_hz_mij.copy()
     width_hz[:, :, tables.edge] = snapshot.radio.bandwidth_hz / tables.num_clusters
     watt, noise = members.power_max_mi[:, :, None], snapshot.radio.noise_w_per_hz
-    rates = tables.share_mij * rate_bit_per_s(width_hz, watt * tables.gain_mij / noise)
+    rates = tables.share_mij * compute_rate_bit_per_s(width_hz, watt * tables.gain_mij / noise)
     gains, shares = tables.gain_mij.copy(), tables.share_mij.copy()
     for kind, real in ((np.s_[:, :, : tables.edge], between), (np.s_[:, :, tables.edge], ends)):
         dead = real & (rates[kind] < DEAD * rates[kind][real].max(initial=0.0))
@@ -131,10 +137,10 @@ def _with_usable_links(tables: Tables) -> Tables:
 def _reference(tables: Tables, settings: SchedulerConfig) -> Reference:
     """Return the latency and the micro-batches of a plain plan at equal bandwidth."""
     rows = _plain_rows(tables, settings)
-    chain = chain_of(tables, rows, settings)
+    chain = make_chain(tables, rows, settings)
     times = equal_shares(chain, tables.snapshot.radio.bandwidth_hz).times
     return Reference(
-        latency_s=float(latency_of(chain, times).max()),
+        latency_s=float(compute_latency_s(chain, times).max()),
         micro_batch_size=int(rows.micro_batch_size_r[0]),
         micro_batches=int(rows.micro_batches_r[0]),
     )
@@ -157,7 +163,7 @@ def _plain_rows(tables: Tables, settings: SchedulerConfig) -> Layouts:
             for depth in depths:
                 wider = rows_by_weight(tables, clusters, weights, depth, batch)
                 short = np.flatnonzero(~fits(tables, rows, settings))
-                rows = replaced(rows, short, wider.take(short))
+                rows = replace_rows(rows, short, wider.take(short))
             if fits(tables, rows, settings).all():
                 return rows
     return rows
@@ -189,8 +195,8 @@ def learning_in(tables: Tables, state: SchedulerState, settings: SchedulerConfig
     if not settings.bound:
         return learning_for(tables, None, reference_of(state))
     if settings.progress == NOISE_SCALE:
-        return learning_for(tables, noise_scale_of(state.learning), reference_of(state))
-    constants = constants_of(state.learning, settings.learning_rate)
+        return learning_for(tables, estimate_noise_scale(state.learning), reference_of(state))
+    constants = estimate_constants(state.learning, settings.learning_rate)
     return learning_for(tables, constants, reference_of(state))
 
 
@@ -281,11 +287,11 @@ def solution_plan(solution: Solution, policy: str, share: float) -> Plan:
 
 def _cluster_plan(solution: Solution, m: int, priced: PricedCluster, depths: Depths) -> ClusterPlan:
     rows, chain = solution.rows, solution.chain
-    names = stage_names(chain.tables, rows, m)
+    names = list_stage_names(chain.tables, rows, m)
     forward, backward = solution.powers[m, :, 0].tolist(), solution.powers[m, :, 1].tolist()
     return ClusterPlan(
         cluster_id=priced.cluster_id,
-        segments=segments_of(chain.tables, rows, m),
+        segments=make_segments(chain.tables, rows, m),
         micro_batch_size=int(rows.micro_batch_size_r[m]),
         micro_batches=int(rows.micro_batches_r[m]),
         warmup_depth=depths,
@@ -297,7 +303,7 @@ def _cluster_plan(solution: Solution, m: int, priced: PricedCluster, depths: Dep
         step_s=priced.step_s,
         energy_j=priced.energy_j,
         memory_bytes=priced.memory_bytes,
-        hops=hop_plans(chain.hops, m),
+        hops=make_hop_configs(chain.hops, m),
         edge=chain.tables.snapshot.clusters[m].profile.edge_id,
         execution=chain.options.execution,
     )

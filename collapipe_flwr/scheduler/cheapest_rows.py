@@ -20,14 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collapipe_flwr.costs.arrays import Array, Ints
-from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack
+from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack_layouts
 from collapipe_flwr.costs.work import (
     AHEAD,
     OPTIMISER_FLOP_PER_BYTE,
-    computing_of,
-    kept_bytes,
-    share_bytes,
-    steps_of,
+    count_kept_bytes,
+    count_share_bytes,
+    count_steps,
+    price_computing,
 )
 from collapipe_flwr.scheduler.scorer import Scorer
 
@@ -49,7 +49,7 @@ def cheapest_rows(scorer: Scorer, like: Layouts, late_t: Array) -> Layouts:
     for first in range(0, len(like), width):
         some = like.take(np.arange(len(like))[first : first + width])
         parts.append(_Searches(scorer, some, late_t).rows())
-    return stack(parts)
+    return stack_layouts(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class _Searches:
         self.flop_l = last((1.0 + again) * blocks.forward_flop_l + blocks.backward_flop_l)
         self.starts_l = (1.0 + AHEAD * again) * last(blocks.count_l)  # of operations
         self.weights_l = last(blocks.parameter_bytes_l)
-        kept_l, self.once = kept_bytes(blocks, scorer.options)
+        kept_l, self.once = count_kept_bytes(blocks, scorer.options)
         self.state_l, self.kept_l = last(blocks.state_bytes_l), last(kept_l)
         self.size = like.micro_batch_size_r.astype(np.float64)
         self.count = like.micro_batches_r.astype(np.float64)
-        self.steps = steps_of(self.tables, like)
+        self.steps = count_steps(self.tables, like)
         self.second = HURRY * scorer.slope_m[like.cluster_r]
         self.bits_lc = np.maximum(8.0 * self.size * blocks.cut_bytes_l[::-1, None], 1.0)
         self.late_cost = (self.count - 1.0) * self.second * self.steps  # of a hop's second
@@ -98,7 +98,7 @@ class _Searches:
         What else a round takes, and how long stages ahead do for a block, is as in ``like``.
         """
         like, options = self.like, self.scorer.options
-        ahead, back, _, _ = computing_of(self.tables, like, options)
+        ahead, back, _, _ = price_computing(self.tables, like, options)
         stage = (ahead + back)[:, :-1]
         total = stage.sum(1)
         before = total[:, None] if options.schedule == "gpipe" else np.cumsum(stage, axis=1) - stage
@@ -190,7 +190,9 @@ class _Searches:
         bulk = self.second * prices.bulk_seconds[at] + prices.bulk_worth[at]
         cost = self.second * self.steps * (seconds + update * slowness)
         cost += prices.flop_worth[at] * flop + bulk * self.weights_l
-        share = share_bytes(tables, self.like.cluster_r, self.size, self.count, scorer.options)
+        share = count_share_bytes(
+            tables, self.like.cluster_r, self.size, self.count, scorer.options
+        )
         room = np.inf if scorer.room is None else scorer.room[at]
         return _Stage(
             cost=cost.astype(np.float32),

@@ -35,8 +35,8 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import DevicesMissing, InfeasibleError
 from collapipe_flwr.core.measurements import ClusterMeasurement
-from collapipe_flwr.costs.measured import explained_s
-from collapipe_flwr.costs.price import price, with_rates
+from collapipe_flwr.costs.measured import explain_latency_s
+from collapipe_flwr.costs.price import price, set_planned_rates
 from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.edges import edges_in, on_edges
@@ -214,7 +214,7 @@ class RoundController:
         profiles = _profiles(snapshot)
         for each in plan.clusters:  # whatever the policy
             check_privacy(each, profiles[each.cluster_id])
-        return with_rates(plan, on_edges(snapshot, edges_in(plan), links))
+        return set_planned_rates(plan, on_edges(snapshot, edges_in(plan), links))
 
     def _plan_present(self, snapshot: Snapshot, links: LinkEstimates) -> Plan:
         """Plan without absent devices, and without the clusters that cannot be planned then."""
@@ -365,7 +365,7 @@ class RoundController:
         links = links_learned(self.state.links, outcome)
         shown = self._as_planned(snapshot, plan, links)
         clusters = (
-            replace(found, explained_s=explained_s(part, found.stages, shown, self._options))
+            replace(found, explained_s=explain_latency_s(part, found.stages, shown, self._options))
             if found.measured and found.stages
             else found
             for part, found in zip(plan.clusters, outcome.clusters, strict=True)

@@ -30,8 +30,8 @@ import numpy as np
 from collapipe_flwr.core.domain import ClusterSnapshot, Plan, Snapshot
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.chain import price_rows
-from collapipe_flwr.costs.convergence import join_weight, late_sums
-from collapipe_flwr.costs.layouts import of_members, with_codecs
+from collapipe_flwr.costs.convergence import compute_join_weight, sum_late_bound
+from collapipe_flwr.costs.layouts import gather_members, set_codecs
 from collapipe_flwr.costs.radio import NOISE, SHARES, rank_codecs
 from collapipe_flwr.scheduler.base import solution_plan
 from collapipe_flwr.scheduler.model_share import with_model_shares
@@ -52,7 +52,7 @@ def refine_codecs(planner: PlanSolver, coarse: Solution) -> Solution:
     codec = lift_codecs(Lifting(planner, coarse, steps))
     if (codec == coarse.chain.hops.codec).all():
         return coarse
-    tables = with_codecs(planner.tables, coarse.rows, codec)
+    tables = set_codecs(planner.tables, coarse.rows, codec)
     finer = replace(planner, tables=tables)
     return finer.play(finer.stayed(coarse.rows, coarse.allocation.edge_hz_r))
 
@@ -62,7 +62,7 @@ class Lifting:
 
     def __init__(self, planner: PlanSolver, coarse: Solution, steps: tuple[int, ...]) -> None:
         self.coarse, self.steps = coarse, steps
-        self._prices = of_members(planner.price_mi, coarse.rows)
+        self._prices = gather_members(planner.price_mi, coarse.rows)
         bounded = price_rows(coarse.chain, coarse.allocation.times, coarse.powers)
         self._played_s = coarse.priced.latency_s - bounded.latency_s  # more than 1F1B's bound
         free = np.array([not c.profile.link_codec for c in planner.tables.snapshot.clusters])
@@ -187,10 +187,12 @@ class EarlyClosing:
         shares, late = examples / examples.sum(), count_rounds_late(self.latency_m, self.slack)
         learning = self.whole.planner.learning
         if learning.constants is None:
-            return float(1.0 / (shares * join_weight(late)).sum())
+            return float(1.0 / (shares * compute_join_weight(late)).sum())
         steps = np.concatenate([part.solution.chain.steps_r for part in self.parts])
         batches = np.concatenate([part.solution.rows.batch_r for part in self.parts])
-        rounds = float(learning.constants.rounds(late_sums(shares, steps, batches, late)))
+        rounds = float(
+            learning.constants.count_rounds(sum_late_bound(shares, steps, batches, late))
+        )
         return min(rounds / learning.reference_rounds, NEVER)
 
     @property

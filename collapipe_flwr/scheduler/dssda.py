@@ -13,7 +13,7 @@ import numpy as np
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.layouts import Layouts, of_members, rows_of_plans
+from collapipe_flwr.costs.layouts import Layouts, gather_members, make_plan_rows
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.accounts import settled_placeholders
@@ -234,7 +234,7 @@ def within(planner: PlanSolver, solution: Solution) -> Solution:
     if not planner.few:
         return repair_late_clusters(planner, solution)
     for _ in range(OVERDRAFTS):
-        room = of_members(planner.room_mi, solution.rows, padding=np.inf)
+        room = gather_members(planner.room_mi, solution.rows, padding=np.inf)
         if (solution.priced.energy_j <= room).all():
             break
         left = with_radio(planner, solution)
@@ -260,7 +260,7 @@ def kept_rows(tables: Tables, last: Plan | None, settings: SchedulerConfig) -> L
     if len(present) < len(plans) or not used <= set(settings.batches):
         return None
     try:
-        rows = rows_of_plans(tables, present)
+        rows = make_plan_rows(tables, present)
     except ScheduleError:
         return None
     return rows if fits(tables, rows, settings).all() else None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints
-from collapipe_flwr.costs.radio import LN2, SHARES, exponent_near
+from collapipe_flwr.costs.radio import LN2, SHARES, interpolate_exponent
 from collapipe_flwr.costs.tables import Tables
 
 LEAST_SLOPE = 0.02  # of the latency price: even idle clusters do not waste time without limit
@@ -108,7 +108,7 @@ class _LinkDirection:
         At most at full power, and at it if energy is free.
         """
         log_ratio = self._log_ratio - np.log(count)
-        exponent = np.minimum(exponent_near(log_ratio), self._full)
+        exponent = np.minimum(interpolate_exponent(log_ratio), self._full)
         seconds = self._nat_s / exponent
         worth = self._price * self._noise_w * np.expm1(exponent) * seconds
         return Points(seconds=seconds.ravel(), worth=worth.ravel())

@@ -43,8 +43,8 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.costs.arrays import Array, Ints
-from collapipe_flwr.costs.chain import chain_of, full_power_times, latency_of
-from collapipe_flwr.costs.layouts import restricted, rows_of_plans
+from collapipe_flwr.costs.chain import compute_full_power_times, compute_latency_s, make_chain
+from collapipe_flwr.costs.layouts import make_plan_rows, select_clusters
 from collapipe_flwr.costs.tables import FEW_CLUSTERS, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.estimates import with_profiles
@@ -221,9 +221,9 @@ class EdgeChoice:
             return replace(cluster, profile=replace(profile, edge=own))
 
         each = replace(seen, clusters=tuple(map(alone, seen.clusters)))
-        each = restricted(each, [plan.cluster_id for plan in plans])
+        each = select_clusters(each, [plan.cluster_id for plan in plans])
         whole = tabulate(each, self._settings.coarsest)
-        rows = rows_of_plans(whole, plans)
+        rows = make_plan_rows(whole, plans)
         hz_m, found = np.array([plan.bandwidth_hz for plan in plans]), []
         shared = whole.edges.own_m & ~whole.edges.home_m
         for count in counts:
@@ -234,8 +234,8 @@ class EdgeChoice:
                 memory_m=part * whole.edges.memory_m,
             )
             tables = replace(whole, edges=edges)
-            chain = chain_of(tables, rows, self._settings)
-            latency_m = latency_of(chain, full_power_times(chain, hz_m))
+            chain = make_chain(tables, rows, self._settings)
+            latency_m = compute_latency_s(chain, compute_full_power_times(chain, hz_m))
             found.append(np.where(fits(tables, rows, self._settings), latency_m, np.inf))
         return np.stack(found, axis=1)
 

@@ -11,7 +11,7 @@ import numpy as np
 from collapipe_flwr.costs.arrays import Array, Ints
 from collapipe_flwr.costs.layouts import UNUSED, Layouts
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.work import PricingOptions, kept_bytes, share_bytes
+from collapipe_flwr.costs.work import PricingOptions, count_kept_bytes, count_share_bytes
 from collapipe_flwr.scheduler.problem import PlanningProblem
 
 CAPS = 12  # bottlenecks that devices are filled up to
@@ -109,14 +109,14 @@ def filled_rows(
     """
     (size, count), gpipe = batch, options.schedule == "gpipe"
     flop_l = tables.blocks.forward_flop_l + tables.blocks.backward_flop_l
-    kept_l, once = kept_bytes(tables.blocks, options)
+    kept_l, once = count_kept_bytes(tables.blocks, options)
     flop_l, state_l, kept_l = (
         sum_l if gpipe else sum_l[-1] - sum_l[::-1]
         for sum_l in (flop_l, tables.blocks.state_bytes_l, kept_l)
     )
     members, blocks = tables.members, tables.num_blocks
     room = np.where(members.present_mi, (1.0 - options.memory_margin) * members.memory_mi, 0.0)
-    share = share_bytes(tables, np.arange(len(room)), size, count, options)
+    share = count_share_bytes(tables, np.arange(len(room)), size, count, options)
     room = np.minimum(room, share[:, None])
     at, depth = np.zeros(len(which), np.int64), np.zeros(len(which), np.int64)
     parts = []

@@ -34,7 +34,7 @@ from collapipe_flwr.core.domain import (
     RoundOutcome,
     Snapshot,
 )
-from collapipe_flwr.costs.radio import rate_bit_per_s
+from collapipe_flwr.costs.radio import compute_rate_bit_per_s
 from collapipe_flwr.costs.tables import TINY_GAIN
 
 AGREES = math.log(1.25)  # in ln(share): what is closer to the estimate confirms it
@@ -118,7 +118,7 @@ def _begun(link: LinkRate, cluster: ClusterSnapshot, snapshot: Snapshot) -> Link
         powers = (first.tx_power_max_w, second.tx_power_max_w)
         gain = channel.d2d_gain[place[one]][place[other]]
     snr = np.array(powers) * max(gain, TINY_GAIN) / snapshot.radio.noise_w_per_hz
-    promised = harmonic_mean(rate_bit_per_s(width, snr).tolist())
+    promised = harmonic_mean(compute_rate_bit_per_s(width, snr).tolist())
     share = math.log(link.bit_per_s / promised)
     return LinkEstimate(believed=share if abs(share) > AGREES else 0.0, notes=(share,))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
-from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack
+from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack_layouts
 
 Neighbours = tuple[Ints, Layouts]
 """The parent of every row, and the rows."""
@@ -31,7 +31,7 @@ class Moves:
         self.cost_mi, self.most = cost_mi, most
 
     def all(self) -> Layouts:
-        return stack([kind(self)[1] for kind in MOVE_KINDS])
+        return stack_layouts([kind(self)[1] for kind in MOVE_KINDS])
 
     def _spare(self) -> Mask:
         """Return the members that may come in, (R, I)."""

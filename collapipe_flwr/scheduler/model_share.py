@@ -1,7 +1,7 @@
 """No device holds most of the model: a cap on what a plan may use of any device's memory.
 
 The cap is a share of what training the whole model on one device takes with the plan's own
-micro-batches (``costs.work.whole_bytes``: parameters, gradients, optimizer state and activations).
+micro-batches (``work.count_whole_bytes``: parameters, gradients, optimizer state and activations).
 Under GPipe those are the activations of all micro-batches of a step. Under 1F1B the whole model
 keeps one micro-batch at a time, and a stage as many as its planned depth, all of which count. A
 cluster in which no plan keeps its share gets about the least that allows one; plans say which share
@@ -22,10 +22,10 @@ from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import (
     SAME,
     PricingOptions,
-    end_bytes,
-    least_flight,
-    segment_bytes,
-    whole_bytes,
+    count_end_bytes,
+    count_segment_bytes,
+    count_whole_bytes,
+    find_least_flight,
 )
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
@@ -83,7 +83,7 @@ class _Choice:
     @cached_property
     def whole(self) -> float:
         """Bytes of training the whole model."""
-        return float(whole_bytes(self.tables, *self.batch, self.settings))
+        return float(count_whole_bytes(self.tables, *self.batch, self.settings))
 
     @cached_property
     def needs(self) -> list[Array]:
@@ -103,7 +103,7 @@ class _Choice:
         tables, (size, count) = self.tables, self.batch
         usable, model = 1.0 - self.settings.memory_margin, tables.snapshot.model
         start, end = (
-            end_bytes(part, size, least_flight(count, behind, self.settings))
+            count_end_bytes(part, size, find_least_flight(count, behind, self.settings))
             for part, behind in ((model.embedding, 2), (model.decoder, 0))
         )
         edge = usable * tables.edges.memory_m
@@ -121,7 +121,7 @@ def capped(tables: Tables, share_m: Array, settings: SchedulerConfig) -> Tables:
     none.
     """
     size, count = np.array(settings.batches, dtype=np.float64).T
-    most_m = share_m * whole_bytes(tables, size, count, settings).max()
+    most_m = share_m * count_whole_bytes(tables, size, count, settings).max()
     memory = tables.members.memory_mi.copy()
     room_m = most_m * (1.0 + SAME) / (1.0 - settings.memory_margin)
     memory[:, 1:] = np.minimum(memory[:, 1:], room_m[:, None])
@@ -142,7 +142,7 @@ def with_model_shares(plan: Plan, share_m: Array, tables: Tables, options: Prici
     """
 
     def told(cluster: ClusterPlan, share: float) -> ClusterPlan:
-        whole = whole_bytes(tables, cluster.micro_batch_size, cluster.micro_batches, options)
+        whole = count_whole_bytes(tables, cluster.micro_batch_size, cluster.micro_batches, options)
         kept = share if np.isfinite(share) else None
         return replace(
             cluster,
@@ -166,8 +166,8 @@ def segment_needs(
     can do without on a device with ``behind`` stages behind it; the last one has the edge.
     """
     size, count = batch or min(settings.batches)
-    flight = float(least_flight(count, behind, settings))
-    need = segment_bytes(tables.blocks, settings, size, flight)
+    flight = float(find_least_flight(count, behind, settings))
+    need = count_segment_bytes(tables.blocks, settings, size, flight)
     return np.where(np.tri(len(need), k=-1, dtype=bool).T, need, np.inf)
 
 

@@ -29,7 +29,12 @@ from collapipe_flwr.core.domain import (
 )
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
-from collapipe_flwr.costs.measured import explained_s, server_s, stage_parts, taken_s
+from collapipe_flwr.costs.measured import (
+    compute_pass_s,
+    compute_server_s,
+    count_stage_parts,
+    explain_latency_s,
+)
 from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.costs.work import PricingOptions
 
@@ -60,7 +65,9 @@ def measured_outcome(
     is_timed = 0 < measured.wall_s < math.inf
     return ClusterOutcome(
         cluster_id=plan.cluster_id,
-        latency_s=measured.wall_s + server_s(profile, model) if is_timed else planned.latency_s,
+        latency_s=measured.wall_s + compute_server_s(profile, model)
+        if is_timed
+        else planned.latency_s,
         energy_j=energy_j,
         loss=measured.loss,
         gradient_noise=measured.gradient_noise,
@@ -142,7 +149,7 @@ def _samples(
     if measured.incidents:
         return
     together = {name: s.device_ids for s in plan.segments for name in s.device_ids}
-    for name, (passes, flop) in stage_parts(plan, model).items():
+    for name, (passes, flop) in count_stage_parts(plan, model).items():
         report, count = reports.get(name), _micro_batches(plan, reports.get(name))
         whole = sum(_micro_batches(plan, reports.get(n)) for n in together.get(name, (name,)))
         if report is None or count <= 0:
@@ -211,14 +218,14 @@ def simulated_cluster(
     """
     members = {member.device_id: member for member in profile.members}
     samples = []
-    for name, (passes, each) in stage_parts(plan, truth.model).items():
+    for name, (passes, each) in count_stage_parts(plan, truth.model).items():
         member, flop = members.get(name), plan.micro_batch_size * each
         samples.append(
             StageSample(
                 device_id=name,
                 passes=passes,
                 flop=flop,
-                busy_s=taken_s(member or truth.edge_of(profile), passes, flop),
+                busy_s=compute_pass_s(member or truth.edge_of(profile), passes, flop),
                 watt=member.speed_flop_per_s * member.energy_per_flop_j if member else None,
                 planned_bytes=plan.memory_bytes.get(name, 0),
                 peak_bytes=plan.memory_bytes.get(name, 0),
@@ -230,5 +237,5 @@ def simulated_cluster(
         latency_s=priced.latency_s,
         energy_j=priced.energy_j,
         stages=stages,
-        explained_s=None if seen is truth else explained_s(plan, stages, seen, options),
+        explained_s=None if seen is truth else explain_latency_s(plan, stages, seen, options),
     )

@@ -11,20 +11,20 @@ from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import (
     Chain,
     RowPrices,
-    chain_of,
-    full_power_times,
-    played,
-    powers_for,
+    compute_full_power_times,
+    make_chain,
     price_rows,
+    replay_rows,
+    solve_powers,
 )
-from collapipe_flwr.costs.convergence import others_max
+from collapipe_flwr.costs.convergence import find_others_max
 from collapipe_flwr.costs.layouts import (
     Layouts,
-    by_member,
-    key_of,
-    of_members,
-    replaced,
-    stack,
+    gather_members,
+    make_key,
+    replace_rows,
+    scatter_members,
+    stack_layouts,
 )
 from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.local_search import pair_batches, recut_batches
@@ -76,11 +76,11 @@ class Solution:
 
     def spent_mi(self, shape: tuple[int, ...]) -> Array:
         """Return the joules of every member, (M, I)."""
-        return by_member(self.priced.energy_j, self.rows, shape)
+        return scatter_members(self.priced.energy_j, self.rows, shape)
 
     def radio_mi(self, shape: tuple[int, ...]) -> Array:
         """Return the part of `spent_mi` that transmissions take."""
-        return by_member(self.priced.energy_j - self.chain.computing_j, self.rows, shape)
+        return scatter_members(self.priced.energy_j - self.chain.computing_j, self.rows, shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,12 +141,12 @@ class PlanSolver(PlanningProblem):
         tries = POLISH_SOLVES if self.tables.num_clusters <= most else 0
         if overlapped and tries:
             best = self.shift_bandwidth(best)
-        tried: set[bytes] = {key_of(best.rows)}
+        tried: set[bytes] = {make_key(best.rows)}
         while tries > 0:
             before = best
             for rivals in self._propose_rivals(best, far=far):
-                fresh = [r for r in rivals if key_of(r) not in tried][:tries]
-                tried |= {key_of(r) for r in fresh}
+                fresh = [r for r in rivals if make_key(r) not in tried][:tries]
+                tried |= {make_key(r) for r in fresh}
                 tries -= len(fresh)
                 solutions = [self.radio(rows, before.allocation.edge_hz_r) for rows in fresh]
                 best = min([best, *solutions], key=lambda s: s.objective)
@@ -171,8 +171,8 @@ class PlanSolver(PlanningProblem):
         if self.tables.num_clusters <= POLISHED_CLUSTERS:
             places = [(rows, r) for r in range(POLISH_RIVALS) for rows in lists if r < len(rows)]
             single = [rows.take(np.array([r])) for rows, r in places]
-            plans = [replaced(best.rows, row.cluster_r, row) for row in single]
-            yield list({key_of(plan): plan for plan in plans}.values())
+            plans = [replace_rows(best.rows, row.cluster_r, row) for row in single]
+            yield list({make_key(plan): plan for plan in plans}.values())
         if far:
             for rows in self._search_far(best, near):
                 yield [rows]
@@ -196,7 +196,7 @@ class PlanSolver(PlanningProblem):
     def _find_promising(self, best: Solution) -> tuple[Layouts, Array]:
         """Find rows a move away that by dual prices cost little more, and how much, (R,)."""
         scorer, now = Scorer(self, self.dual_prices(best)), best.rows
-        near = stack([self.neighbours(now), pair_batches(now, self.batches())[1]])
+        near = stack_layouts([self.neighbours(now), pair_batches(now, self.batches())[1]])
         values = scorer.score(near, now) - scorer.score(now, now)[near.cluster_r]
         promising = values < WORTH_A_TRY * best.objective
         return near.take(promising), values[promising]
@@ -219,8 +219,8 @@ class PlanSolver(PlanningProblem):
         """
         yield self.in_place(best).bound_rows(self._find_promising(best)[0]).combine()
         chain, hz_m = best.chain, AMPLE * best.allocation.edge_hz_r
-        times = full_power_times(chain, hz_m)
-        ample = self.estimates(chain, price_rows(chain, times, powers_for(chain, hz_m, times)))
+        times = compute_full_power_times(chain, hz_m)
+        ample = self.estimates(chain, price_rows(chain, times, solve_powers(chain, hz_m, times)))
         late = np.argsort(-ample.latency, kind="stable")[:LATE_CLUSTERS]
         late = np.sort(late[ample.latency[late] > SLOW * best.priced.latency_s.max()])
         if not len(late):
@@ -237,7 +237,7 @@ class PlanSolver(PlanningProblem):
         search = search or Search(self)
         for _ in range(self.settings.rounds_of_search):
             rows = search.choose(self.dual_prices(best), best.rows)
-            if key_of(rows) == key_of(best.rows):
+            if make_key(rows) == make_key(best.rows):
                 break
             trial = self.radio(rows, best.allocation.edge_hz_r)
             gain = best.objective - trial.objective
@@ -254,7 +254,7 @@ class PlanSolver(PlanningProblem):
         equal bandwidth and over ``hz_m`` where 1F1B is played, else over bandwidths with which the
         clusters end together.
         """
-        key = rows.member_rs.shape[1], key_of(rows)
+        key = rows.member_rs.shape[1], make_key(rows)
         if key not in self._optimized:
             if len(self._optimized) == KEPT_SOLUTIONS:
                 self._optimized.clear()
@@ -266,7 +266,7 @@ class PlanSolver(PlanningProblem):
     def _optimize_radio(self, rows: Layouts) -> Solution:
         """Optimise as `radio` does without any bandwidths in place."""
         band_hz = self.tables.snapshot.radio.bandwidth_hz
-        chain = chain_of(self.tables, rows, self.settings)
+        chain = make_chain(self.tables, rows, self.settings)
         rho = self.learning.rho(self.tables, rows)
         best = now = self._allocate(chain, rho)
         if self.settings.schedule != "1f1b":
@@ -291,15 +291,17 @@ class PlanSolver(PlanningProblem):
         """
         if self.few or self.settings.schedule != "1f1b":
             return self.radio(rows)
-        chain = chain_of(self.tables, rows, self.settings)
+        chain = make_chain(self.tables, rows, self.settings)
         rho = self.learning.rho(self.tables, rows)
         price = np.full(len(rows), self.latency_price * rho / len(rows))
-        now = Allocation(edge_hz_r=hz_m, times=full_power_times(chain, hz_m), latency_price_r=price)
+        now = Allocation(
+            edge_hz_r=hz_m, times=compute_full_power_times(chain, hz_m), latency_price_r=price
+        )
         return self.equalize_finish_times(self.priced(chain, now, rho))
 
     def _try_full_power(self, best: Solution, hz_m: Array) -> Solution:
         """Try the rows of ``best`` at full power over these bandwidths; return the better one."""
-        times = full_power_times(best.chain, hz_m)
+        times = compute_full_power_times(best.chain, hz_m)
         allocation = replace(best.allocation, edge_hz_r=hz_m, times=times)
         trial = self.priced(best.chain, allocation, best.rho, best)
         return min(best, trial, key=lambda s: s.objective)
@@ -308,7 +310,7 @@ class PlanSolver(PlanningProblem):
         """Play the steps of a decision by the bound; few clusters play all that they try."""
         if self.few or self.settings.schedule != "1f1b":
             return solution
-        priced = played(solution.chain, solution.allocation.times, solution.priced)
+        priced = replay_rows(solution.chain, solution.allocation.times, solution.priced)
         objective = self._objective(solution.chain, priced, solution.rho)
         return replace(solution, priced=priced, objective=objective)
 
@@ -336,7 +338,7 @@ class PlanSolver(PlanningProblem):
         most = 0.9 * convex_latency_s(chain, None)
         allocation = allocate(
             replace(chain, fixed_s=chain.fixed_s - np.minimum(excess_s, most)),
-            of_members(self.price_mi, chain.rows),
+            gather_members(self.price_mi, chain.rows),
             latency_price=self.latency_price * rho,
             bandwidth_hz=self.tables.snapshot.radio.bandwidth_hz,
         )
@@ -349,11 +351,11 @@ class PlanSolver(PlanningProblem):
 
         Few clusters play 1F1B, unless the lower bound shows that ``best`` is better.
         """
-        powers = powers_for(chain, allocation.edge_hz_r, allocation.times)
+        powers = solve_powers(chain, allocation.edge_hz_r, allocation.times)
         priced = price_rows(chain, allocation.times, powers)
         objective = self._objective(chain, priced, rho)
         if self.few and (best is None or objective < best.objective):
-            priced = played(chain, allocation.times, priced)
+            priced = replay_rows(chain, allocation.times, priced)
             objective = self._objective(chain, priced, rho)
         return Solution(
             chain=chain,
@@ -376,5 +378,5 @@ class PlanSolver(PlanningProblem):
 
     def dual_prices(self, now: Solution) -> DualPrices:
         """Return the dual prices at the solution ``now``."""
-        ceiling_m, radio = others_max(now.priced.latency_s), now.allocation
+        ceiling_m, radio = find_others_max(now.priced.latency_s), now.allocation
         return DualPrices(ceiling_m, radio.latency_price_r, radio.edge_hz_r)

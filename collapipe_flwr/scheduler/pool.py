@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
-from collapipe_flwr.costs.convergence import others_max
-from collapipe_flwr.costs.layouts import Layouts, stack
-from collapipe_flwr.costs.work import steps_of
+from collapipe_flwr.costs.convergence import find_others_max
+from collapipe_flwr.costs.layouts import Layouts, stack_layouts
+from collapipe_flwr.costs.work import count_steps
 from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem, joined
 from collapipe_flwr.scheduler.scorer import Scorer
 
@@ -46,7 +46,7 @@ class Pool:
     def join(self, more: Pool) -> Pool:
         """Append ``more`` rows."""
         return Pool(
-            stack([self.rows, more.rows]),
+            stack_layouts([self.rows, more.rows]),
             joined([self.costs, more.costs]),
             np.concatenate([self.pair_r, more.pair_r]),
         )
@@ -88,7 +88,7 @@ class PlanSelector:
 
     def __init__(self, problem: PlanningProblem, pool: Pool) -> None:
         self.problem, self.pool = problem, pool
-        self._steps, self._batches = steps_of(problem.tables, pool.rows), pool.rows.batch_r
+        self._steps, self._batches = count_steps(problem.tables, pool.rows), pool.rows.batch_r
         # By cluster, and the quickest first; rounds to the target differ by cluster and pair alone.
         self._order = np.lexsort((pool.costs.latency, pool.rows.cluster_r))
         owner = pool.rows.cluster_r[self._order]
@@ -194,7 +194,7 @@ class PlanSelector:
         """Compute the objective with each row in place of its cluster's in ``choice``, (R,)."""
         pool, problem, owner = self.pool, self.problem, self.pool.rows.cluster_r
         rho = self._rho(pool.rows.take(choice))
-        others = others_max(pool.costs.latency[choice])[owner]
+        others = find_others_max(pool.costs.latency[choice])[owner]
         late = problem.latency_price * rho * np.maximum(pool.costs.latency, others)
         rest = pool.costs.worth[choice].sum() - pool.costs.worth[choice]
         return np.asarray(late + pool.costs.worth + rest[owner])

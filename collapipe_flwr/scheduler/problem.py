@@ -11,10 +11,10 @@ import numpy as np
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.chain import Chain, RowPrices
-from collapipe_flwr.costs.convergence import LearningConstants, NoiseScale, bound_sums, exchanged
-from collapipe_flwr.costs.layouts import Layouts, of_members
+from collapipe_flwr.costs.convergence import LearningConstants, NoiseScale, sum_bound, sum_exchanges
+from collapipe_flwr.costs.layouts import Layouts, gather_members
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.work import fits, local_steps, steps_of
+from collapipe_flwr.costs.work import count_local_steps, count_steps, fits
 from collapipe_flwr.scheduler.dual_prices import overdrawn
 from collapipe_flwr.scheduler.local_search import Moves
 from collapipe_flwr.scheduler.protocol import Reference, SchedulerConfig
@@ -34,22 +34,22 @@ class Learning:
 
     def rho(self, tables: Tables, now: Layouts) -> float:
         """Return the rounds to the target over those of the reference plan."""
-        return float(self.rhos(tables, steps_of(tables, now), now.batch_r))
+        return float(self.rhos(tables, count_steps(tables, now), now.batch_r))
 
     def rhos(self, tables: Tables, steps: Array, batches: Array) -> Array:
         """Compute `rho` by steps and batches, clusters on the last axis."""
         if self.constants is None:
             return np.ones(steps.shape[:-1])
-        sums = bound_sums(_shares(tables), steps, batches)
-        return np.minimum(self.constants.rounds(sums) / self.reference_rounds, NEVER)
+        sums = sum_bound(_shares(tables), steps, batches)
+        return np.minimum(self.constants.count_rounds(sums) / self.reference_rounds, NEVER)
 
     def rho_rows(self, tables: Tables, rows: Layouts, now: Layouts) -> Array:
         """Compute `rho` for rows that each replace their own cluster's row of ``now``."""
         if self.constants is None:
             return np.ones(len(rows))
-        old, new = ((steps_of(tables, each), each.batch_r) for each in (now, rows))
-        sums = exchanged(_shares(tables), old, rows.cluster_r, new)
-        return np.minimum(self.constants.rounds(sums) / self.reference_rounds, NEVER)
+        old, new = ((count_steps(tables, each), each.batch_r) for each in (now, rows))
+        sums = sum_exchanges(_shares(tables), old, rows.cluster_r, new)
+        return np.minimum(self.constants.count_rounds(sums) / self.reference_rounds, NEVER)
 
 
 def _shares(tables: Tables) -> Array:
@@ -65,13 +65,13 @@ def learning_for(
     batch = np.full(
         tables.num_clusters, float(reference.micro_batch_size * reference.micro_batches)
     )
-    sums = bound_sums(_shares(tables), local_steps(tables.examples_m, batch), batch)
+    sums = sum_bound(_shares(tables), count_local_steps(tables.examples_m, batch), batch)
     if isinstance(constants, LearningConstants):
-        target = max(constants.target, TARGET_FACTOR * float(sums.floor(constants)))
+        target = max(constants.target, TARGET_FACTOR * float(sums.compute_floor(constants)))
         constants = replace(constants, target=target)
     return Learning(
         constants=constants,
-        reference_rounds=float(constants.rounds(sums)),
+        reference_rounds=float(constants.count_rounds(sums)),
         reference=reference,
     )
 
@@ -115,9 +115,9 @@ class PlanningProblem:
 
     def worth(self, chain: Chain, priced: RowPrices) -> Array:
         """Price the energy of every row, with the surcharge on what overdraws an account."""
-        energy = (of_members(self.price_mi, chain.rows) * priced.energy_j).sum(1)
-        room = of_members(self.room_mi, chain.rows, padding=np.inf)[:, 1:]
-        budget = of_members(self.tables.members.budget_mi, chain.rows, padding=1.0)[:, 1:]
+        energy = (gather_members(self.price_mi, chain.rows) * priced.energy_j).sum(1)
+        room = gather_members(self.room_mi, chain.rows, padding=np.inf)[:, 1:]
+        budget = gather_members(self.tables.members.budget_mi, chain.rows, padding=1.0)[:, 1:]
         over = overdrawn(chain.computing_j[:, 1:], room, budget).sum(1)
         return np.asarray(energy + self.latency_price * over * priced.latency_s)
 
@@ -150,4 +150,4 @@ class PlanningProblem:
     def refuse(self, short: Ints) -> NoReturn:
         """Raise InfeasibleError: which memory is too small for the first of these, what to do."""
         why = refusal(self.tables, int(short[0]), self.settings)
-        raise InfeasibleError(why, self.tables.names_of(short))
+        raise InfeasibleError(why, self.tables.list_names(short))

@@ -14,7 +14,7 @@ import numpy as np
 from collapipe_flwr.core.domain import BlockCost
 from collapipe_flwr.costs.arrays import Mask
 from collapipe_flwr.costs.tables import Tables
-from collapipe_flwr.costs.work import end_bytes, least_flight
+from collapipe_flwr.costs.work import count_end_bytes, find_least_flight
 from collapipe_flwr.scheduler.model_share import holds_all, segment_needs
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
@@ -103,7 +103,7 @@ def _shortages(tables: Tables, m: int, settings: SchedulerConfig) -> Iterator[st
 
 def _need(end: BlockCost, behind: int, settings: SchedulerConfig) -> float:
     size, count = min(settings.batches)
-    return float(end_bytes(end, size, least_flight(count, behind, settings)))
+    return float(count_end_bytes(end, size, find_least_flight(count, behind, settings)))
 
 
 def compared(need: float, have: float, verb: str) -> str:

@@ -31,9 +31,9 @@ from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.core.links import CODECS, LinkConfig
 from collapipe_flwr.core.schedule import ReplicaIndex
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.layouts import span_sums
-from collapipe_flwr.costs.tables import block_table
-from collapipe_flwr.costs.work import AHEAD, BACK, PricingOptions, segment_bytes
+from collapipe_flwr.costs.layouts import sum_spans
+from collapipe_flwr.costs.tables import tabulate_blocks
+from collapipe_flwr.costs.work import AHEAD, BACK, PricingOptions, count_segment_bytes
 from collapipe_flwr.scheduler.plans import dry_run_plan
 from collapipe_flwr.scheduler.refusal import compared
 from collapipe_flwr.scheduler.segment_dp import (
@@ -101,12 +101,12 @@ def _replanned(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan:
 
 def _problem(plan: ClusterPlan, rest: ReplanInput) -> SegmentProblem:
     """Seconds of one step, per device, first block and block behind."""
-    devices, blocks, size = rest.devices, block_table(rest.model), plan.micro_batch_size
+    devices, blocks, size = rest.devices, tabulate_blocks(rest.model), plan.micro_batch_size
     speed = np.array([d.speed_flop_per_s for d in devices])[:, None, None]
     overhead = np.array([d.overhead_s for d in devices])[:, None, None]
-    overhead = overhead * span_sums(blocks.count_l)
-    ahead = size * span_sums(blocks.forward_flop_l) / speed + AHEAD * overhead
-    back = size * span_sums(blocks.backward_flop_l) / speed + BACK * overhead
+    overhead = overhead * sum_spans(blocks.count_l)
+    ahead = size * sum_spans(blocks.forward_flop_l) / speed + AHEAD * overhead
+    back = size * sum_spans(blocks.backward_flop_l) / speed + BACK * overhead
     if plan.execution.recompute:
         back = back + ahead
     room = np.array([d.memory_bytes for d in devices])[:, None, None]
@@ -137,8 +137,8 @@ def _segment_bytes(plan: ClusterPlan, rest: ReplanInput) -> Array:
     flight = plan.micro_batches
     if plan.execution.schedule == "1f1b":
         flight = min(flight, plan.warmup_depth[-1] + len(rest.devices))
-    options = PricingOptions.of_plan(plan)
-    return segment_bytes(block_table(rest.model), options, plan.micro_batch_size, flight)
+    options = PricingOptions.from_plan(plan)
+    return count_segment_bytes(tabulate_blocks(rest.model), options, plan.micro_batch_size, flight)
 
 
 def _with_segments(plan: ClusterPlan, rest: ReplanInput, path: Path, step_s: float) -> ClusterPlan:
@@ -194,8 +194,8 @@ def _energy_j(
 ) -> dict[str, float]:
     """Joules of computing in the whole round; the control unit comes first."""
     examples = _examples(plan)
-    blocks, embedding = block_table(rest.model), rest.model.embedding
-    work = span_sums(blocks.forward_flop_l) + span_sums(blocks.backward_flop_l)
+    blocks, embedding = tabulate_blocks(rest.model), rest.model.embedding
+    work = sum_spans(blocks.forward_flop_l) + sum_spans(blocks.backward_flop_l)
     flops = [embedding.forward_flop + embedding.backward_flop, *(float(work[s]) for s in spans)]
     pairs = zip(members, flops, strict=True)
     spent = {m.device_id: m.energy_per_flop_j * flop * examples for m, flop in pairs}
@@ -289,8 +289,8 @@ def _can_run(plan: ClusterPlan) -> bool:
 
 def _predict(before: ClusterPlan, plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan | None:
     """Predict for the devices that are left; None where a memory is too small."""
-    blocks, margin = block_table(rest.model), 1.0 - plan.memory_margin
-    most, options = before.most_bytes, PricingOptions.of_plan(plan)
+    blocks, margin = tabulate_blocks(rest.model), 1.0 - plan.memory_margin
+    most, options = before.most_bytes, PricingOptions.from_plan(plan)
     room = {device.device_id: min(device.memory_bytes * margin, most) for device in rest.devices}
     need: dict[str, float] = {}
     more: dict[str, float] = {}
@@ -300,7 +300,7 @@ def _predict(before: ClusterPlan, plan: ClusterPlan, rest: ReplanInput) -> Clust
         has = len(segment.device_ids)
         own = len(ReplicaIndex(replicas=has).own(plan.micro_batches))
         flight = min(plan.warmup_depth[stage], own)
-        sizes = segment_bytes(blocks, options, plan.micro_batch_size, flight)
+        sizes = count_segment_bytes(blocks, options, plan.micro_batch_size, flight)
         size = float(sizes[segment.first_block, segment.stop_block])
         need |= dict.fromkeys(segment.device_ids, size)
         more |= dict.fromkeys(segment.device_ids, had / has)

@@ -18,7 +18,7 @@ from itertools import groupby
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
 from collapipe_flwr.core.schedule import textbook_depths
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.layouts import member_indices
+from collapipe_flwr.costs.layouts import index_members
 from collapipe_flwr.costs.replicas import ReplicatedCosts, ReplicatedPricing
 from collapipe_flwr.scheduler.problem import PlanningProblem
 
@@ -48,14 +48,14 @@ class _Changes:
     def __init__(self, problem: PlanningProblem, rho: float, plan: Plan, m: int) -> None:
         self._problem, self._m, self._now = problem, m, plan.clusters[m]
         self._second_price = problem.latency_price * rho
-        self._members = member_indices(problem.tables, m)
+        self._members = index_members(problem.tables, m)
         self._others_s = max(
             (c.latency_s for c in plan.clusters if c is not self._now), default=0.0
         )
 
     def best(self) -> ClusterPlan | None:
         """Find the change that gains most; None where none is worth it."""
-        now = self._make_pricing(self._now).costs()
+        now = self._make_pricing(self._now).price()
         value = self._pays(now.latency_s, now.spent_j)
         least, found = value - WORTH * abs(value), None
         for segments, hops in self._propose_segments(now.slowest_stage):
@@ -98,14 +98,14 @@ class _Changes:
         )
         if max(plan.replicas) > plan.micro_batches:
             return
-        plan = self._make_pricing(plan).thrifty(hop_s)
+        plan = self._make_pricing(plan).save_power(hop_s)
         shortest_s = float("inf")
         for depths in self._propose_depths(plan):
             deep = replace(plan, warmup_depth=depths)
             pricing = self._make_pricing(deep)
-            if not self._pays(*pricing.least()) < least:
+            if not self._pays(*pricing.bound_costs()) < least:
                 return
-            costs = pricing.costs()
+            costs = pricing.price()
             yield deep, costs
             if costs.step_s >= shortest_s or not costs.fits:
                 return

@@ -16,8 +16,8 @@ import numpy as np
 from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.chain import chain_of
-from collapipe_flwr.costs.layouts import Layouts, stack
+from collapipe_flwr.costs.chain import make_chain
+from collapipe_flwr.costs.layouts import Layouts, stack_layouts
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.base import (
@@ -142,13 +142,13 @@ class RuleScheduler(Policy):
         """
         weights, grid = self.rule(tables, m), middle_first(self.settings)
         rows = rows_by_weight(tables, np.full(len(weights), m), weights, tables.num_blocks, grid[0])
-        every = stack([rows.with_batches(*pair) for pair in grid])
+        every = stack_layouts([rows.with_batches(*pair) for pair in grid])
         good = fits(tables, every, self.settings).reshape(len(grid), len(rows))
         pairs = np.flatnonzero(good.any(1))
         return every.take(pairs * len(rows) + good[pairs].argmax(1))
 
     def _nothing_fits(self, tables: Tables, short: Sequence[int]) -> InfeasibleError:
-        names = tables.names_of(short)
+        names = tables.list_names(short)
         return InfeasibleError(
             too_little_trust(tables, short[0], self.settings)
             or f"cluster {names[0]!r}: policy {self.name!r} finds "
@@ -161,11 +161,11 @@ class RuleScheduler(Policy):
 def _picked(choices: Sequence[Layouts], picks: Sequence[int]) -> Layouts:
     """One row per cluster."""
     rows = [rows.take(np.array([k])) for rows, k in zip(choices, picks, strict=True)]
-    return stack(rows)
+    return stack_layouts(rows)
 
 
 def _at_full_power(planner: PlanSolver, rows: Layouts) -> Solution:
-    chain = chain_of(planner.tables, rows, planner.settings)
+    chain = make_chain(planner.tables, rows, planner.settings)
     shares = equal_shares(chain, planner.tables.snapshot.radio.bandwidth_hz)
     return planner.priced(chain, shares, planner.learning.rho(planner.tables, rows))
 

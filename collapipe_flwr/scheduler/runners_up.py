@@ -17,14 +17,14 @@ from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.chain import (
     Chain,
     RowPrices,
-    chain_of,
-    full_power_times,
-    played,
-    powers_for,
+    compute_full_power_times,
+    make_chain,
     price_rows,
+    replay_rows,
+    solve_powers,
 )
-from collapipe_flwr.costs.convergence import others_max
-from collapipe_flwr.costs.layouts import Layouts, keys_of, replaced, stack
+from collapipe_flwr.costs.convergence import find_others_max
+from collapipe_flwr.costs.layouts import Layouts, make_keys, replace_rows, stack_layouts
 from collapipe_flwr.scheduler.pool import PlanSelector, Pool
 from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem, joined
 
@@ -58,7 +58,7 @@ class Incumbent:
         every = CandidateRows(self, near, self.problem.estimates(chain, priced))
         pair_r, done = self.problem.pair_of(near), np.zeros(len(near), bool)
         while len(more := self._choose_next(every, pair_r, done, joint=joint)):
-            priced = played(chain, times, priced, more)
+            priced = replay_rows(chain, times, priced, more)
             every = replace(every, costs=self.problem.estimates(chain, priced))
             done[more] = True
         return every.take(np.flatnonzero(done))
@@ -66,9 +66,9 @@ class Incumbent:
     def _bound(self, rows: Layouts) -> tuple[Chain, Array, RowPrices]:
         """Bound the costs of rows from below, with their shortest hops over these bandwidths."""
         hz = self.hz_m[rows.cluster_r]
-        chain = chain_of(self.problem.tables, rows, self.problem.settings)
-        times = full_power_times(chain, hz)
-        return chain, times, price_rows(chain, times, powers_for(chain, hz, times))
+        chain = make_chain(self.problem.tables, rows, self.problem.settings)
+        times = compute_full_power_times(chain, hz)
+        return chain, times, price_rows(chain, times, solve_powers(chain, hz, times))
 
     def _choose_next(self, every: CandidateRows, pair_r: Ints, done: Mask, *, joint: bool) -> Ints:
         """Choose the most promising rows of every cluster that may matter and are not ``done``."""
@@ -108,7 +108,7 @@ class CandidateRows:
         """Compute the objective with each row in the plan, less the plan's priced energy, (R,)."""
         plan, problem, owner = self.plan, self.plan.problem, self.near.cluster_r
         late_s = problem.learning.rho_rows(problem.tables, self.near, plan.rows)
-        late_s *= np.maximum(self.costs.latency, others_max(plan.costs.latency)[owner])
+        late_s *= np.maximum(self.costs.latency, find_others_max(plan.costs.latency)[owner])
         more = self.costs.worth - plan.costs.worth[owner]
         return np.asarray(problem.latency_price * late_s + more)
 
@@ -120,11 +120,11 @@ class CandidateRows:
 
     def combine(self) -> Layouts:
         """Find the best plan with new rows in any number of clusters, perhaps the plan itself."""
-        plan, rows = self.plan, stack([self.plan.rows, self.near])
+        plan, rows = self.plan, stack_layouts([self.plan.rows, self.near])
         costs = joined([plan.costs, self.costs])
         pool = Pool(rows, costs, plan.problem.pair_of(rows))
         chosen = rows.take(PlanSelector(plan.problem, pool).best()[1])
-        return replaced(chosen, chosen.cluster_r, chosen)  # no wider than needed
+        return replace_rows(chosen, chosen.cluster_r, chosen)  # no wider than needed
 
     def grow(
         self, start: Layouts, price: Callable[[Layouts], CandidateRows], width: int = WIDTH
@@ -134,10 +134,10 @@ class CandidateRows:
         The ``width`` best rows one move away, then those one move from these, until the best of all
         has not become better for `PATIENCE` moves.
         """
-        parts, seen, best, vain = [self], set(keys_of(start)), np.inf, 0
+        parts, seen, best, vain = [self], set(make_keys(start)), np.inf, 0
         while vain < PATIENCE:
             moved = self.plan.problem.fitting(self.plan.problem.neighbours(start))
-            new = {key: row for row, key in enumerate(keys_of(moved)) if key not in seen}
+            new = {key: row for row, key in enumerate(make_keys(moved)) if key not in seen}
             if not new:
                 break
             seen |= new.keys()
@@ -146,5 +146,5 @@ class CandidateRows:
             vain = 0 if least < best else vain + 1
             best, start = min(best, least), found.near
             parts.append(found)
-        near = stack([part.near for part in parts])
+        near = stack_layouts([part.near for part in parts])
         return CandidateRows(self.plan, near, joined([part.costs for part in parts]))

@@ -12,9 +12,9 @@ from __future__ import annotations
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
-from collapipe_flwr.costs.layouts import Layouts, span_sums
-from collapipe_flwr.costs.makespan import step_makespan_s
-from collapipe_flwr.costs.radio import rate_bit_per_s
+from collapipe_flwr.costs.layouts import Layouts, sum_spans
+from collapipe_flwr.costs.makespan import compute_step_makespan_s
+from collapipe_flwr.costs.radio import compute_rate_bit_per_s
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import (
     AHEAD,
@@ -22,13 +22,13 @@ from collapipe_flwr.costs.work import (
     NO_ROOM,
     OPTIMISER_FLOP_PER_BYTE,
     PricingOptions,
-    busier_end,
-    edge_speeds,
-    end_bytes,
-    kept_bytes,
-    server_s,
-    share_bytes,
-    steps_of,
+    compute_edge_speeds,
+    compute_server_s,
+    count_end_bytes,
+    count_kept_bytes,
+    count_share_bytes,
+    count_steps,
+    find_busier_end,
 )
 from collapipe_flwr.scheduler.dual_prices import LEAST_SLOPE, DualPrices, LinkTable, overdrawn
 from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem, joined
@@ -61,13 +61,13 @@ class Scorer:
     def _price_ends(self) -> None:
         """Seconds of control unit and edge, (2, M) per example, and of their updates."""
         tables, model = self.tables, self.tables.snapshot.model
-        own, edge_m = tables.members.speed_mi[:, 0], edge_speeds(tables, self.options)
+        own, edge_m = tables.members.speed_mi[:, 0], compute_edge_speeds(tables, self.options)
         first, last = model.embedding, model.decoder
         self.forward_2m = np.stack([first.forward_flop / own, last.forward_flop / edge_m])
         self.backward_2m = np.stack([first.backward_flop / own, last.backward_flop / edge_m])
         home = tables.edges.home_m
         for both in (self.forward_2m, self.backward_2m, self.overhead_2m):
-            both[busier_end(model), home] = both.sum(0)[home]
+            both[find_busier_end(model), home] = both.sum(0)[home]
         update = first.parameter_bytes / own + last.parameter_bytes / edge_m
         self.update_s_m = OPTIMISER_FLOP_PER_BYTE * update
 
@@ -118,11 +118,13 @@ class Scorer:
             forward, backward = forward + ahead_s, backward + back_s
         hop_s, hop_worth = self._hops(rows, batch, slots, (forward.max(0), backward.max(0)))
         most = None if self.tables.few else np.minimum.accumulate(held, axis=0)
-        makespan = step_makespan_s(
+        makespan = compute_step_makespan_s(
             self.options, (forward, backward), hop_s, batch.count, axis=0, held=most
         )
         update = OPTIMISER_FLOP_PER_BYTE * weights
-        fixed = (weights * members.bulk_seconds.take(at)).sum(0) + server_s(self.tables, cluster)
+        fixed = (weights * members.bulk_seconds.take(at)).sum(0) + compute_server_s(
+            self.tables, cluster
+        )
         if self.members.round_s.any():
             fixed += (self.members.round_s.take(at) * slots.used).max(0)
         fixed += batch.steps * ((update * slowness).sum(0) + self.update_s_m[cluster])
@@ -205,10 +207,10 @@ class Scorer:
     def _held(self, rows: Layouts, batch: _Batch, slots: _Slots) -> Array:
         """Count the micro-batches that fit on every stage, slots first; below 1 where none does.
 
-        Infinite on unused slots. As ``costs.work.most_in_flight`` has them, each for itself.
+        Infinite on unused slots. As ``costs.work.count_most_in_flight`` has them, each for itself.
         """
         model, spans = self.tables.snapshot.model, self.spans
-        cap = share_bytes(self.tables, rows.cluster_r, batch.size, batch.count, self.options)
+        cap = count_share_bytes(self.tables, rows.cluster_r, batch.size, batch.count, self.options)
         room = np.minimum(self.members.room.take(slots.member_at_sr), cap)
         if self.tables.members.guarded:
             room[slots.first_sr < self.members.first.take(slots.member_at_sr)] = NO_ROOM
@@ -221,7 +223,7 @@ class Scorer:
         edge = (1.0 - self.options.memory_margin) * self.tables.edges.memory_m[rows.cluster_r]
         for place, room_r, part in ((0, own, model.embedding), (-1, edge, model.decoder)):
             each = batch.size * max(part.stash_bytes, 1.0)
-            held[place] = np.floor((room_r - end_bytes(part, batch.size, 0.0)) / each)
+            held[place] = np.floor((room_r - count_end_bytes(part, batch.size, 0.0)) / each)
         return held
 
     def _fits(self, batch: _Batch, slots: _Slots, held: Array) -> Mask:
@@ -240,7 +242,7 @@ class _Batch:
         self.size = rows.micro_batch_size_r.astype(np.float64)
         self.count = rows.micro_batches_r.astype(np.float64)
         self.examples = self.size * self.count
-        self.steps = steps_of(tables, rows)
+        self.steps = count_steps(tables, rows)
 
 
 class SpanTable:
@@ -248,16 +250,16 @@ class SpanTable:
 
     def __init__(self, tables: Tables, options: PricingOptions) -> None:
         blocks = tables.blocks
-        kept_l, self.once = kept_bytes(blocks, options)
-        self.forward_lk = span_sums(blocks.forward_flop_l)
-        self.backward_lk = span_sums(blocks.backward_flop_l)
-        count_lk = span_sums(blocks.count_l)
+        kept_l, self.once = count_kept_bytes(blocks, options)
+        self.forward_lk = sum_spans(blocks.forward_flop_l)
+        self.backward_lk = sum_spans(blocks.backward_flop_l)
+        count_lk = sum_spans(blocks.count_l)
         self.ahead_lk, self.back_lk = AHEAD * count_lk, BACK * count_lk
         if options.recompute:
             self.backward_lk = self.backward_lk + self.forward_lk
             self.back_lk = self.back_lk + self.ahead_lk
-        self.weights_lk = span_sums(blocks.parameter_bytes_l)
-        self.state_lk, self.kept_lk = span_sums(blocks.state_bytes_l), span_sums(kept_l)
+        self.weights_lk = sum_spans(blocks.parameter_bytes_l)
+        self.state_lk, self.kept_lk = sum_spans(blocks.state_bytes_l), sum_spans(kept_l)
 
 
 class MemberPrices:
@@ -275,8 +277,8 @@ class MemberPrices:
         noise = tables.snapshot.radio.noise_w_per_hz
         width, watt, gain = tables.d2d_hz_mij[:, 0, :-1], members.power_max_mi, tables.gain_mij
         bits = 8.0 / tables.share_mij[:, 0, :-1]
-        out = bits / rate_bit_per_s(width, watt[:, :1] * gain[:, 0, :-1] / noise)
-        home = bits / rate_bit_per_s(width, watt * gain[:, :, 0] / noise)
+        out = bits / compute_rate_bit_per_s(width, watt[:, :1] * gain[:, 0, :-1] / noise)
+        home = bits / compute_rate_bit_per_s(width, watt * gain[:, :, 0] / noise)
         # Per byte of weights, handed out and collected.
         self.bulk_seconds = (out + home).ravel()
         self.bulk_worth = ((price_mi * watt)[:, :1] * out + price_mi * watt * home).ravel()

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
-from collapipe_flwr.costs.layouts import Layouts, keys_of, replaced, stack
+from collapipe_flwr.costs.layouts import Layouts, make_keys, replace_rows, stack_layouts
 from collapipe_flwr.scheduler.cheapest_rows import cheapest_rows
 from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.initial_layouts import (
@@ -93,12 +93,12 @@ class Search:
                 if self.thorough
                 else self._collect_in_time(now)
             )
-            pool = self._pool_of(stack(known + new))
+            pool = self._pool_of(stack_layouts(known + new))
             fresh = np.arange(len(pool)) >= sum(len(rows) for rows in known)
         keep = self._find_promising(pool)
         self.pool, choice = self._grow(pool.take(keep), fresh[keep])
         rows = self.pool.rows.take(choice)
-        return replaced(rows, self.clusters, rows)  # no wider than needed
+        return replace_rows(rows, self.clusters, rows)  # no wider than needed
 
     def pick_elsewhere(self) -> Iterator[Layouts]:
         """Pick other plans from the last pool that cost little more, best first.
@@ -108,7 +108,7 @@ class Search:
         assert self.pool is not None  # of the last choice
         for choice in PlanSelector(self.problem, self.pool).pick_elsewhere()[:ELSEWHERE]:
             rows = self.pool.rows.take(choice)
-            yield replaced(rows, self.clusters, rows)
+            yield replace_rows(rows, self.clusters, rows)
 
     # -- where a search starts --------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Search:
         ]
         if len(large := np.flatnonzero(~small)):
             parts += [first_rows(problem, large, pair) for pair in self._sample_pairs(large)]
-        pool = self._pool_of(stack(parts))
+        pool = self._pool_of(stack_layouts(parts))
         if (missing := np.setdiff1d(self.clusters, pool.rows.cluster_r)).size:
             problem.refuse(missing)
         return pool.take(select_front(pool, len(batches), 0.0))
@@ -248,7 +248,7 @@ class Search:
         none = picked.take(np.zeros(0, np.int64))
         if len(self.clusters) > FAR_CLUSTERS:
             return none
-        keys = keys_of(picked)
+        keys = make_keys(picked)
         new = [r for r, key in enumerate(keys) if key not in jumped]
         jumped |= set(keys)
         if not new:

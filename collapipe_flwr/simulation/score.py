@@ -21,7 +21,7 @@ import numpy as np
 
 from collapipe_flwr.core.domain import ModelProfile, Plan
 from collapipe_flwr.costs.bounds import ClusterBound
-from collapipe_flwr.costs.convergence import LearningConstants, NoiseScale, bound_sums
+from collapipe_flwr.costs.convergence import LearningConstants, NoiseScale, sum_bound
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import initial_state, learning_in
 from collapipe_flwr.scheduler.model_share import capped, least_shares
@@ -44,9 +44,9 @@ class Target:
         examples = np.array([self.examples[c.cluster_id] for c in plan.clusters], float)
         steps = np.array([c.local_steps for c in plan.clusters], float)
         batches = [c.micro_batch_size * c.micro_batches for c in plan.clusters]
-        sums = bound_sums(examples / examples.sum(), steps, np.array(batches, float))
+        sums = sum_bound(examples / examples.sum(), steps, np.array(batches, float))
         share = examples.sum() / sum(self.examples.values())
-        needed = float(self.constants.rounds(sums))
+        needed = float(self.constants.count_rounds(sums))
         return inf if needed >= NEVER * self.reference_rounds else needed / share
 
     def time_s(self, rounds: Sequence[EpisodeStep]) -> float:
@@ -172,8 +172,8 @@ def compute_bounds(
     limited = [capped(each, shares, settings) for each in tables]
     pairs = np.array(settings.batches, dtype=np.int64)
     clusters = [ClusterBound(limited, m, settings, pairs) for m in range(len(first.clusters))]
-    slowest_s = float(np.max([c.least_s()[0] for c in clusters], axis=0).mean())
-    in_budget_s = max(slowest_s, *(c.within_budgets_s() for c in clusters))
+    slowest_s = float(np.max([c.find_least_s()[0] for c in clusters], axis=0).mean())
+    in_budget_s = max(slowest_s, *(c.bound_within_budgets_s() for c in clusters))
     return Bounds(
         latency_s=slowest_s,
         latency_in_budget_s=in_budget_s,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.costs.work import whole_model
+from collapipe_flwr.costs.work import merge_ends
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulation.episode import run_episode
@@ -72,7 +72,7 @@ def _policy(
     tick: Tick,
 ) -> PolicyResult:
     scores = []
-    trained = whole_model(profile) if name == WHOLE else profile
+    trained = merge_ends(profile) if name == WHOLE else profile
     scheduler, settings = make_scheduler(name, setting.settings), setting.settings
     for seed, world in worlds:
         seen, rounds = setting.distortion.view(world, trained), []

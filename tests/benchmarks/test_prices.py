@@ -14,15 +14,15 @@ from benchmarks.scheduling.every_round import every_round_cost
 from benchmarks.scheduling.played_orders import Replayed, played_s
 from benchmarks.scheduling.prices import bound_case, price_case
 from collapipe_flwr.costs.chain import (
-    chain_of,
-    powers_for,
+    make_chain,
+    make_step_times,
     price_rows,
     schedule_rows,
-    step_times,
+    solve_powers,
 )
-from collapipe_flwr.costs.layouts import Layouts, by_member
+from collapipe_flwr.costs.layouts import Layouts, scatter_members
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.costs.warm_up import one_f_one_b_makespan_s
+from collapipe_flwr.costs.warm_up import compute_one_f_one_b_s
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.base import initial_state, learning_in
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
@@ -56,9 +56,9 @@ def everything(one: Round) -> list[tuple[Layouts, np.ndarray, np.ndarray]]:
     found = []
     for m in range(one.tables.num_clusters):
         rows = rows_for(m, *all_layouts(3, 5), np.array(one.settings.batches))
-        chain = chain_of(one.tables, rows, one.settings)
+        chain = make_chain(one.tables, rows, one.settings)
         radio = equal_shares(chain, one.tables.snapshot.radio.bandwidth_hz * len(rows))
-        priced = price_rows(chain, radio.times, powers_for(chain, radio.edge_hz_r, radio.times))
+        priced = price_rows(chain, radio.times, solve_powers(chain, radio.edge_hz_r, radio.times))
         step_s = schedule_rows(chain, radio.times)[1]
         found.append((rows, chain.fixed_s + chain.steps_r * step_s, priced.energy_j))
     return found
@@ -83,7 +83,7 @@ def test_no_plan_undercuts_the_bound(schedule: str) -> None:
             share = (
                 np.stack(
                     [
-                        by_member(joule[[r]], rows.take(np.array([r])), budget.shape)[m]
+                        scatter_members(joule[[r]], rows.take(np.array([r])), budget.shape)[m]
                         for r in range(len(rows))
                     ]
                 )
@@ -154,12 +154,12 @@ def test_a_spread_takes_what_its_best_order_takes_with_its_best_depths() -> None
 
 def quickest(one: Round, row: Layouts) -> float:
     """Seconds of the round of one row with the best depths, at full power with all of the band."""
-    chain = chain_of(one.tables, row, one.settings)
+    chain = make_chain(one.tables, row, one.settings)
     times = equal_shares(chain, one.tables.snapshot.radio.bandwidth_hz).times
-    step, depth = step_times(chain, times, 0), row.depth_of(0)
+    step, depth = make_step_times(chain, times, 0), row.count_segments(0)
     most = chain.held_rs[0, : depth + 1].tolist()
     steps = [
-        one_f_one_b_makespan_s(step, (*depths, 1), 8)
+        compute_one_f_one_b_s(step, (*depths, 1), 8)
         for depths in product(*(range(1, each + 1) for each in most))
         if all(a >= b for a, b in pairwise(depths))
     ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.replay import StepTimes, replay
-from collapipe_flwr.costs.makespan import gpipe_makespan_s
+from collapipe_flwr.costs.makespan import compute_gpipe_makespan_s
 from tests.thorough import examples
 
 
@@ -29,7 +29,7 @@ def random_times(seed: int, stages: int, *, half_duplex: bool = False) -> StepTi
 
 
 def closed_form(times: StepTimes, count: int) -> float:
-    return float(gpipe_makespan_s(times.stage_s, times.hop_s, count))
+    return float(compute_gpipe_makespan_s(times.stage_s, times.hop_s, count))
 
 
 @examples(40, 150)

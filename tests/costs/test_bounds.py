@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from collapipe_flwr.core.replay import StepTimes, replay
-from collapipe_flwr.costs.bounds import EXACT, MOST_DEVICES, ClusterBound, shortest_step_s
-from collapipe_flwr.costs.chain import chain_of, full_power_times, price_rows, schedule_rows
-from collapipe_flwr.costs.makespan import step_makespan_s
+from collapipe_flwr.costs.bounds import EXACT, MOST_DEVICES, ClusterBound, find_shortest_step_s
+from collapipe_flwr.costs.chain import (
+    compute_full_power_times,
+    make_chain,
+    price_rows,
+    schedule_rows,
+)
+from collapipe_flwr.costs.makespan import compute_step_makespan_s
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.warm_up import choose_warm_up
 from collapipe_flwr.costs.work import PricingOptions, fits
@@ -69,7 +74,7 @@ def test_the_bound_of_1f1b_is_nearly_met() -> None:
         stage_s = (ahead, tuple(2.0 * f for f in ahead))
         step = StepTimes(stage_s=stage_s, hop_s=(hop, hop))
         options = PricingOptions(schedule="1f1b")
-        bound_s = step_makespan_s(options, stage_s, (hop, hop), np.array(float(count)))
+        bound_s = compute_step_makespan_s(options, stage_s, (hop, hop), np.array(float(count)))
         ratios.append(float(bound_s) / choose_warm_up(step, (count,) * stages, count).makespan_s)
     assert max(ratios) <= 1.0 + 1e-9
     assert np.median(ratios) > 0.999 and np.percentile(ratios, 5) > 0.95
@@ -91,7 +96,7 @@ def test_the_least_step_is_that_of_the_best_order_and_cut(seed: int) -> None:
                 ahead = np.cumsum([0.0, *(s + 0.1 for s in y)])
                 stages = [count * s + a for s, a in zip(y, ahead, strict=False)]
                 least = min(least, max(*stages, ahead[-1] - 0.1 + 0.3 + count * 0.2))
-    found = shortest_step_s(spans_s, count, 0.1, 0.3, 0.2)
+    found = find_shortest_step_s(spans_s, count, 0.1, 0.3, 0.2)
     assert found == least == np.inf or least * (1 - 2 * EXACT) <= found <= least
 
 
@@ -99,9 +104,9 @@ def test_many_devices_get_a_bound_below_that_of_few() -> None:
     """Where orders are too many, what stands before a device is left out."""
     length = np.subtract.outer(np.arange(13), np.arange(13)).T.astype(float)
     one = np.where(length > 0, length, np.inf)
-    exact = shortest_step_s(np.stack([one] * 6), 4, 0.0, 0.0, 0.0)
+    exact = find_shortest_step_s(np.stack([one] * 6), 4, 0.0, 0.0, 0.0)
     idle = np.full_like(one, np.inf)
-    many = shortest_step_s(np.stack([one] * 6 + [idle] * (MOST_DEVICES - 5)), 4, 0.0, 0.0, 0.0)
+    many = find_shortest_step_s(np.stack([one] * 6 + [idle] * (MOST_DEVICES - 5)), 4, 0.0, 0.0, 0.0)
     assert many == 4 * 2.0 < exact
 
 
@@ -141,7 +146,7 @@ def test_no_policys_round_is_shorter(policy: str, schedule: str, seed: int) -> N
     for done in run_episode(world, make_scheduler(policy, options), MODEL, 3, options=options):
         tables = tabulate(world.snapshot(done.plan.round_index, MODEL), options.coarsest)
         for m, cluster in enumerate(done.outcome.clusters):
-            least_s = ClusterBound([tables], m, options, pairs).least_s()[0][0]
+            least_s = ClusterBound([tables], m, options, pairs).find_least_s()[0][0]
             assert least_s <= cluster.latency_s
 
 
@@ -154,8 +159,10 @@ def test_no_mix_of_plans_within_budgets_is_shorter_and_the_best_is_near(seed: in
     for m in range(2):
         rows = rows_for(m, *all_layouts(3, 4), PAIRS)
         rows = rows.take(fits(tables, rows, options))
-        chain = chain_of(tables, rows, options)
-        times = full_power_times(chain, np.full(len(rows), tables.snapshot.radio.bandwidth_hz))
+        chain = make_chain(tables, rows, options)
+        times = compute_full_power_times(
+            chain, np.full(len(rows), tables.snapshot.radio.bandwidth_hz)
+        )
         _, step_s = schedule_rows(chain, times)
         latency_s = chain.fixed_s + chain.steps_r * step_s
         energy = price_rows(chain, times, np.zeros_like(times)).energy_j
@@ -168,6 +175,6 @@ def test_no_mix_of_plans_within_budgets_is_shorter_and_the_best_is_near(seed: in
         best = linprog(latency_s, A_ub=spent, b_ub=budget, A_eq=ones, b_eq=[1.0])
         found = ClusterBound([tables], m, options, PAIRS)
         assert best.success
-        free_s, bound_s = float(found.least_s()[0][0]), found.within_budgets_s()
+        free_s, bound_s = float(found.find_least_s()[0][0]), found.bound_within_budgets_s()
         assert free_s <= latency_s.min() and free_s <= bound_s <= best.fun
         assert bound_s > 0.8 * best.fun

@@ -10,7 +10,7 @@ import torch
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import CODECS
-from collapipe_flwr.costs.layouts import Layouts, hops_of
+from collapipe_flwr.costs.layouts import Layouts, gather_hops
 from collapipe_flwr.costs.radio import ROUNDING, WIRE_SHARE, rank_codecs
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.simulation.setting import ModelShape
@@ -63,7 +63,7 @@ def _hops(codec: str, bound: str = "") -> np.ndarray:
         micro_batch_size_r=np.array([4]),
         micro_batches_r=np.array([2]),
     )
-    return hops_of(tabulate(world.snapshot(1, model), codec), rows).bits
+    return gather_hops(tabulate(world.snapshot(1, model), codec), rows).bits
 
 
 @pytest.mark.parametrize("codec", WIRE_SHARE)

@@ -10,10 +10,10 @@ from collapipe_flwr.costs.convergence import (
     LearningConstants,
     LearningState,
     NoiseScale,
-    bound_sums,
-    constants_of,
-    exchanged,
-    noise_scale_of,
+    estimate_constants,
+    estimate_noise_scale,
+    sum_bound,
+    sum_exchanges,
     update,
 )
 
@@ -24,20 +24,20 @@ CONSTANTS = LearningConstants(
 
 def rounds(steps: float, batch: float, constants: LearningConstants = CONSTANTS) -> float:
     shares = np.array([0.5, 0.5])
-    sums = bound_sums(shares, np.full(2, steps), np.full(2, batch))
-    return float(constants.rounds(sums))
+    sums = sum_bound(shares, np.full(2, steps), np.full(2, batch))
+    return float(constants.count_rounds(sums))
 
 
 def test_bound_reduces_to_the_textbook_form_for_equal_steps() -> None:
     shares, steps, batch = np.array([0.3, 0.7]), 5.0, 8.0
-    sums = bound_sums(shares, np.full(2, steps), np.full(2, batch))
+    sums = sum_bound(shares, np.full(2, steps), np.full(2, batch))
     c, eta = CONSTANTS, CONSTANTS.learning_rate * CONSTANTS.smoothness
     floor = 4 * eta * c.noise * (shares**2 / batch).sum()
     floor += 3 * eta**2 * c.noise * (shares * (steps - 1) / batch).sum()
     floor += 6 * eta**2 * c.drift * steps * (steps - 1)
-    assert float(sums.floor(c)) == pytest.approx(floor)
+    assert float(sums.compute_floor(c)) == pytest.approx(floor)
     expected = 4 * c.loss_gap / (c.learning_rate * steps * (c.target - floor))
-    assert float(c.rounds(sums)) == pytest.approx(expected)
+    assert float(c.count_rounds(sums)) == pytest.approx(expected)
 
 
 def test_larger_batches_never_need_more_rounds_at_equal_steps() -> None:
@@ -58,11 +58,11 @@ def test_exchanging_one_cluster_equals_the_whole_sum() -> None:
     steps, batches = rng.integers(1, 30, 5).astype(float), rng.integers(1, 64, 5).astype(float)
     cluster = np.array([3, 0, 3])
     new = (np.array([2.0, 50.0, 7.0]), np.array([32.0, 1.0, 8.0]))
-    fast = CONSTANTS.rounds(exchanged(shares, (steps, batches), cluster, new))
+    fast = CONSTANTS.count_rounds(sum_exchanges(shares, (steps, batches), cluster, new))
     for i, m in enumerate(cluster):
         h, b = steps.copy(), batches.copy()
         h[m], b[m] = new[0][i], new[1][i]
-        assert fast[i] == pytest.approx(float(CONSTANTS.rounds(bound_sums(shares, h, b))))
+        assert fast[i] == pytest.approx(float(CONSTANTS.count_rounds(sum_bound(shares, h, b))))
 
 
 def outcome(noise: GradientNoise | None = None, **fields: float) -> RoundOutcome:
@@ -85,7 +85,7 @@ def test_noise_estimator_recovers_sigma_from_two_batch_sizes() -> None:
     state = update(LearningState(), outcome(noise), learning_rate=0.1, mean_steps=1.0)
     assert state.noise == pytest.approx(sigma2)
     assert state.gradient_square == pytest.approx(signal)
-    assert constants_of(state, 0.01).noise == pytest.approx(sigma2)
+    assert estimate_constants(state, 0.01).noise == pytest.approx(sigma2)
 
 
 def test_a_cluster_without_others_has_no_drift() -> None:
@@ -94,8 +94,8 @@ def test_a_cluster_without_others_has_no_drift() -> None:
     )
     alone = outcome(noise, norm=1.0, spread=0.0)
     state = update(LearningState(), alone, learning_rate=0.01, mean_steps=10.0)
-    assert constants_of(LearningState(), 0.01).drift > 0.0
-    assert constants_of(state, 0.01).drift == 0.0
+    assert estimate_constants(LearningState(), 0.01).drift > 0.0
+    assert estimate_constants(state, 0.01).drift == 0.0
 
 
 def test_noise_estimator_on_sampled_gradients() -> None:
@@ -120,19 +120,21 @@ def test_rounds_by_noise_scale_are_those_of_mccandlish_et_al() -> None:
     between two averages each steps on its own."""
     scale, examples = NoiseScale(examples=12.0), 480.0
     batches = np.array([1.0, 4.0, 16.0, 48.0])
-    alone = scale.rounds(bound_sums(np.ones((4, 1)), examples / batches[:, None], batches[:, None]))
+    alone = scale.count_rounds(
+        sum_bound(np.ones((4, 1)), examples / batches[:, None], batches[:, None])
+    )
     assert alone * examples == pytest.approx(batches + 12.0)
     shares, both = np.full((4, 3), 1 / 3), np.tile(batches[:, None], 3)
-    averaged = scale.rounds(bound_sums(shares, examples / both, both))
+    averaged = scale.count_rounds(sum_bound(shares, examples / both, both))
     assert averaged * examples == pytest.approx(batches + 12.0)
 
 
 def test_noise_scale_is_the_ratio_of_both_estimates_and_four_before_any() -> None:
-    assert noise_scale_of(LearningState()).examples == 4.0
+    assert estimate_noise_scale(LearningState()).examples == 4.0
     measured = LearningState(noise=30.0, gradient_square=1.5)
-    assert noise_scale_of(measured).examples == 20.0
+    assert estimate_noise_scale(measured).examples == 20.0
     flat = LearningState(noise=30.0, gradient_square=0.0)
-    assert noise_scale_of(flat).examples == 1e6  # finite: searches compare it
+    assert estimate_noise_scale(flat).examples == 1e6  # finite: searches compare it
 
 
 def test_smoothness_from_secants_of_a_quadratic() -> None:

@@ -10,9 +10,9 @@ import pytest
 from collapipe_flwr.costs.convergence import (
     BoundSums,
     LearningConstants,
-    bound_sums,
-    join_weight,
-    late_sums,
+    compute_join_weight,
+    sum_bound,
+    sum_late_bound,
 )
 
 RUNS = 300  # independent copies of one training, for the expectation
@@ -32,7 +32,7 @@ class Quadratics:
 
     @property
     def sums(self) -> BoundSums:
-        return bound_sums(self.shares, self.steps.astype(float), self.batches.astype(float))
+        return sum_bound(self.shares, self.steps.astype(float), self.batches.astype(float))
 
     @property
     def optimum(self) -> np.ndarray:
@@ -95,7 +95,7 @@ def quadratics(seed: int, **fixed: float) -> Quadratics:
 def bound(case: Quadratics, start: np.ndarray, rounds: int) -> float:
     constants = case.constants(start)
     first = 4.0 * constants.loss_gap / (case.rate * float(case.sums.tau) * rounds)
-    return first + float(case.sums.floor(constants))
+    return first + float(case.sums.compute_floor(constants))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -112,9 +112,9 @@ def late_case(seed: int) -> tuple[Quadratics, np.ndarray, BoundSums]:
     """Clusters whose updates are up to three rounds late, at a rate that is allowed."""
     case = quadratics(seed)
     late = np.random.default_rng(seed).integers(0, 4, len(case.shares))
-    sums = late_sums(case.shares, case.steps.astype(float), case.batches.astype(float), late)
+    sums = sum_late_bound(case.shares, case.steps.astype(float), case.batches.astype(float), late)
     # By p H as they join: shares of what really descends.
-    case = replace(case, shares=case.shares * join_weight(late))
+    case = replace(case, shares=case.shares * compute_join_weight(late))
     tau, curve = float(sums.tau), float(case.curve.max())
     by_wander = (10.0 * max(float(sums.drift), 1e-9)) ** -0.5
     root = 0.5 if not sums.staleness else (np.sqrt(1 + 4 * sums.staleness) - 1) / 4 / sums.staleness
@@ -141,32 +141,32 @@ def test_late_updates_on_quadratics_stay_below_the_bound(seed: int) -> None:
             seen.append(x + sum(moved))
         constants = case.constants(case.optimum + far)
         first = 4.0 * constants.loss_gap / (case.rate * float(sums.tau) * rounds)
-        assert total / rounds <= first + float(sums.floor(constants))
+        assert total / rounds <= first + float(sums.compute_floor(constants))
 
 
 def test_without_late_updates_the_bound_is_the_usual_one() -> None:
     case = quadratics(3)
     numbers = case.shares, case.steps.astype(float), case.batches.astype(float)
-    assert late_sums(*numbers, np.zeros(len(case.shares), int)) == bound_sums(*numbers)
+    assert sum_late_bound(*numbers, np.zeros(len(case.shares), int)) == sum_bound(*numbers)
 
 
 def test_distance_noise_and_drift_each_need_their_term() -> None:
     """Where one cause acts alone, the bound without its term is zero and what happens is not."""
     far = quadratics(1, noise=0.0, apart=0.0)
     start = far.optimum + 1.0
-    assert far.measured(start, 5) > 0.0 == float(far.sums.floor(far.constants(start)))
+    assert far.measured(start, 5) > 0.0 == float(far.sums.compute_floor(far.constants(start)))
 
     noisy = quadratics(2, noise=10.0, apart=0.0)
     noisy = replace(noisy, steps=np.ones_like(noisy.steps))
     calm = replace(noisy.sums, variance=np.zeros(()))
     assert noisy.measured(noisy.optimum, 60) > 0.0
-    assert float(calm.floor(noisy.constants(noisy.optimum))) == 0.0
+    assert float(calm.compute_floor(noisy.constants(noisy.optimum))) == 0.0
 
     apart = quadratics(6, noise=0.0, apart=3.0, share=1.0)
     assert len(set(apart.steps.tolist())) > 1
     alike = replace(apart.sums, drift=np.zeros(()))
     assert apart.measured(apart.optimum, 60) > 1e-6
-    assert float(alike.floor(apart.constants(apart.optimum))) == 0.0
+    assert float(alike.compute_floor(apart.constants(apart.optimum))) == 0.0
 
 
 def test_unequal_steps_minimise_the_reweighted_objective() -> None:

@@ -11,15 +11,15 @@ from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.replay import replay
 from collapipe_flwr.costs.chain import (
     Chain,
-    chain_of,
-    flight_table,
-    full_power_times,
+    compute_full_power_times,
+    make_chain,
+    make_step_times,
     schedule_rows,
-    step_times,
+    tabulate_depths,
 )
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.costs.work import PricingOptions, capacity_bytes, peak_bytes
+from collapipe_flwr.costs.work import PricingOptions, count_capacity_bytes, count_peak_bytes
 from collapipe_flwr.simulation.setting import ModelShape
 from tests.worlds import first_round, with_devices
 
@@ -44,25 +44,25 @@ def a_chain(memory_share: tuple[float, ...], count: int = 8) -> Chain:
         micro_batch_size_r=np.array([4]),
         micro_batches_r=np.array([count]),
     )
-    return chain_of(tables, rows, OPTIONS)
+    return make_chain(tables, rows, OPTIONS)
 
 
 @pytest.mark.parametrize("share", [(8.0, 8.0, 8.0), (2.5, 8.0, 8.0), (8.0, 1.2, 3.0), (1.0,) * 3])
 def test_chosen_depths_never_block_and_fit(share: tuple[float, ...]) -> None:
     chain = a_chain(share)
-    times = full_power_times(chain, np.array([8e7]))
+    times = compute_full_power_times(chain, np.array([8e7]))
     (depths,), (makespan,) = schedule_rows(chain, times)
-    step = step_times(chain, times, 0)
+    step = make_step_times(chain, times, 0)
     assert replay(step, depths, 8).makespan_s == makespan
     assert list(depths) == sorted(depths, reverse=True)
-    flight = flight_table(chain, schedule_rows(chain, times)[0])
-    need = peak_bytes(chain.tables, chain.rows, OPTIONS, flight)
-    assert (need <= capacity_bytes(chain.tables, chain.rows, OPTIONS) * (1 + 1e-9)).all()
+    flight = tabulate_depths(chain, schedule_rows(chain, times)[0])
+    need = count_peak_bytes(chain.tables, chain.rows, OPTIONS, flight)
+    assert (need <= count_capacity_bytes(chain.tables, chain.rows, OPTIONS) * (1 + 1e-9)).all()
 
 
 def test_a_stage_deeper_than_the_one_before_it_blocks() -> None:
     chain = a_chain((8.0, 8.0, 8.0))
-    step = step_times(chain, full_power_times(chain, np.array([8e7])), 0)
+    step = make_step_times(chain, compute_full_power_times(chain, np.array([8e7])), 0)
     with pytest.raises(ScheduleError, match="blocks"):
         replay(step, [3, 1, 2, 1, 1], 4)
     assert max(chain.held_rs[0]) <= 8
@@ -70,9 +70,9 @@ def test_a_stage_deeper_than_the_one_before_it_blocks() -> None:
 
 def test_deeper_is_not_chosen_without_gain() -> None:
     chain = a_chain((8.0, 8.0, 8.0))
-    times = full_power_times(chain, np.array([8e7]))
+    times = compute_full_power_times(chain, np.array([8e7]))
     (depths,), (makespan,) = schedule_rows(chain, times)
-    step = step_times(chain, times, 0)
+    step = make_step_times(chain, times, 0)
     assert makespan <= replay(step, [8] * 5, 8).makespan_s * 1.001
     shallower = [max(d - 1, 1) for d in depths]
     if shallower != list(depths):

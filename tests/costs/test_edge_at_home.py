@@ -9,7 +9,12 @@ import pytest
 
 from collapipe_flwr.core.domain import ModelProfile, Snapshot
 from collapipe_flwr.core.replay import ResourceUse, StepTimes, _Replay, build_unchecked
-from collapipe_flwr.costs.chain import chain_of, full_power_times, schedule_rows, step_times
+from collapipe_flwr.costs.chain import (
+    compute_full_power_times,
+    make_chain,
+    make_step_times,
+    schedule_rows,
+)
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.tables import tabulate
@@ -106,13 +111,13 @@ def test_a_step_takes_about_as_long_as_on_one_processor(
     """Never less than with time slices, and exactly so where one part has nothing to compute."""
     snapshot, options = at_home(*ends), replace(OPTIONS, schedule=schedule)
     tables = tabulate(snapshot)
-    chain = chain_of(tables, rows_of(snapshot), options)
-    times = full_power_times(chain, np.array([snapshot.radio.bandwidth_hz]))
+    chain = make_chain(tables, rows_of(snapshot), options)
+    times = compute_full_power_times(chain, np.array([snapshot.radio.bandwidth_hz]))
     (depths,), (priced_s,) = schedule_rows(chain, times)
     two = replace(tables, edges=replace(tables.edges, home_m=np.array([False])))
-    step: StepTimes = step_times(chain_of(two, rows_of(snapshot), options), times, 0)
+    step: StepTimes = make_step_times(make_chain(two, rows_of(snapshot), options), times, 0)
     played = OneProcessor(build_unchecked(schedule, depths, 8), step).run().makespan_s
-    _, (apart_s,) = schedule_rows(chain_of(two, rows_of(snapshot), options), times)
+    _, (apart_s,) = schedule_rows(make_chain(two, rows_of(snapshot), options), times)
     assert played * (1.0 - 1e-9) <= priced_s <= MOST[schedule] * played
     assert apart_s <= played * (1.0 + 1e-9)
     if not min(ends):
@@ -122,7 +127,7 @@ def test_a_step_takes_about_as_long_as_on_one_processor(
 def test_both_parts_cost_the_control_unit_energy() -> None:
     snapshot = at_home(0.5, 2.0)
     tables, rows = tabulate(snapshot), rows_of(snapshot)
-    joule = chain_of(tables, rows, OPTIONS).computing_j[0, 0]
+    joule = make_chain(tables, rows, OPTIONS).computing_j[0, 0]
     model: ModelProfile = snapshot.model
     parts = (model.embedding, model.decoder)
     flop = 32 * sum(part.forward_flop + part.backward_flop for part in parts)
@@ -140,7 +145,7 @@ def test_searches_price_it_as_plans_do() -> None:
         planner = planner_for(tabulate(snapshot), scheduler.init(snapshot), options)
         rows = rows_of(snapshot)
         found = Scorer(planner, planner.opening_prices()).estimates(rows)
-        chain = chain_of(planner.tables, rows, options)
+        chain = make_chain(planner.tables, rows, options)
         priced = planner.radio(rows).priced
         assert found.latency[0] == pytest.approx(priced.latency_s[0], rel=0.02)
         assert chain.hops.shared.sum() == 0

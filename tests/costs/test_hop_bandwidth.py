@@ -11,8 +11,8 @@ from benchmarks.oracles.brute_force import optimal_plan
 from benchmarks.scheduling.radio import radio_instance
 from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.costs.chain import chain_of, full_power_times
-from collapipe_flwr.costs.layouts import rows_of_plans
+from collapipe_flwr.costs.chain import compute_full_power_times, make_chain
+from collapipe_flwr.costs.layouts import make_plan_rows
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.devices import FleetCluster, device_preset
@@ -43,8 +43,8 @@ def test_a_hop_takes_as_long_as_its_own_width_says() -> None:
     snapshot = narrowed((None, 5e6, None))
     plan = planned(snapshot, ONE, "uniform")
     tables = tabulate(snapshot)
-    chain = chain_of(tables, rows_of_plans(tables, plan.clusters), ONE)
-    times = full_power_times(chain, np.array([snapshot.radio.bandwidth_hz]))[0, :, 0]
+    chain = make_chain(tables, make_plan_rows(tables, plan.clusters), ONE)
+    times = compute_full_power_times(chain, np.array([snapshot.radio.bandwidth_hz]))[0, :, 0]
     order = [0, *(int(s.device_id[-1]) for s in plan.clusters[0].segments)]
     bits = 8 * 4 * 64 * 256 * 2
     for hop in range(3):

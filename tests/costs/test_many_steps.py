@@ -15,15 +15,15 @@ from collapipe_flwr.costs import tables
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import (
     Chain,
-    chain_of,
-    full_power_times,
-    planned_makespan_s,
-    played,
-    powers_for,
+    compute_full_power_times,
+    compute_planned_makespan_s,
+    make_chain,
     price_rows,
+    replay_rows,
     schedule_rows,
+    solve_powers,
 )
-from collapipe_flwr.costs.layouts import stack
+from collapipe_flwr.costs.layouts import stack_layouts
 from collapipe_flwr.costs.many_steps import ManySteps
 from collapipe_flwr.costs.warm_up import choose_warm_up
 from collapipe_flwr.costs.work import fits
@@ -37,13 +37,13 @@ def many_rows(seed: int, share: float) -> tuple[Chain, Array, Array]:
     """Neighbours of a plan with all micro-batches; little bandwidth hides few links."""
     planner = search_planner(SIZE, seed, queues=True)
     rows = Search(planner).choose(planner.opening_prices(), None)
-    rows = stack([rows, planner.neighbours(rows)])
+    rows = stack_layouts([rows, planner.neighbours(rows)])
     rows = pair_batches(rows, planner.batches())[1]
     rows = rows.take(fits(planner.tables, rows, planner.settings))
     rows = rows.take(np.arange(0, len(rows), 7))
-    chain = chain_of(planner.tables, rows, planner.settings)
+    chain = make_chain(planner.tables, rows, planner.settings)
     hz = np.full(len(rows), share * planner.tables.snapshot.radio.bandwidth_hz)
-    return chain, full_power_times(chain, hz), hz
+    return chain, compute_full_power_times(chain, hz), hz
 
 
 @pytest.mark.parametrize("share", [0.3, 0.01])
@@ -52,11 +52,11 @@ def test_side_by_side_is_as_one_by_one(
     seed: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chain, times, hz = many_rows(seed, share)
-    bounded = price_rows(chain, times, powers_for(chain, hz, times))
+    bounded = price_rows(chain, times, solve_powers(chain, hz, times))
     monkeypatch.setattr(chains, "FEW_STEPS", 1)
-    together, depths = played(chain, times, bounded), schedule_rows(chain, times)[0]
+    together, depths = replay_rows(chain, times, bounded), schedule_rows(chain, times)[0]
     monkeypatch.setattr(chains, "FEW_STEPS", len(chain.rows) + 1)
-    alone = played(chain, times, bounded)
+    alone = replay_rows(chain, times, bounded)
     assert (together.makespan_s == alone.makespan_s).all()
     assert depths == schedule_rows(chain, times)[0]
     assert (together.makespan_s > bounded.makespan_s).any()
@@ -65,9 +65,9 @@ def test_side_by_side_is_as_one_by_one(
 def test_without_a_tight_bound_the_same_is_found() -> None:
     """A bound ends the search for depths; it does not change what is found without."""
     chain, times, hz = many_rows(3, 0.05)
-    bounded = price_rows(chain, times, powers_for(chain, hz, times))
+    bounded = price_rows(chain, times, solve_powers(chain, hz, times))
     loose = replace(bounded, makespan_s=np.zeros_like(bounded.makespan_s))
-    found, other = (played(chain, times, each).makespan_s for each in (bounded, loose))
+    found, other = (replay_rows(chain, times, each).makespan_s for each in (bounded, loose))
     assert found == pytest.approx(other, rel=2e-3)
 
 
@@ -78,13 +78,13 @@ def test_what_stages_can_hold_bounds_a_step_more_closely(
     """The bound of many clusters; that of few knows nothing of memory."""
     chain, times, hz = many_rows(4, share)
     shared = replace(chain.tables, most_share_m=np.full(SIZE.clusters, 0.28))
-    chain = chain_of(shared, chain.rows, chain.options)
+    chain = make_chain(shared, chain.rows, chain.options)
     assert (chain.held_rs < chain.rows.micro_batches_r[:, None])[:, 1:-1].any()
-    plain = price_rows(chain, times, powers_for(chain, hz, times)).makespan_s
-    bounded = price_rows(chain, times, powers_for(chain, hz, times))
-    seen = played(chain, times, bounded).makespan_s
+    plain = price_rows(chain, times, solve_powers(chain, hz, times)).makespan_s
+    bounded = price_rows(chain, times, solve_powers(chain, hz, times))
+    seen = replay_rows(chain, times, bounded).makespan_s
     monkeypatch.setattr(tables, "FEW_CLUSTERS", 0)
-    close = price_rows(chain, times, powers_for(chain, hz, times)).makespan_s
+    close = price_rows(chain, times, solve_powers(chain, hz, times)).makespan_s
     assert (close >= plain).all()
     assert (close <= seen * (1.0 + 1e-12)).all()
     assert (seen / close).mean() - 1.0 < 0.5 * ((seen / plain).mean() - 1.0)
@@ -93,11 +93,11 @@ def test_what_stages_can_hold_bounds_a_step_more_closely(
 def test_depths_that_are_known_are_those_that_were_played(monkeypatch: pytest.MonkeyPatch) -> None:
     chain, times, hz = many_rows(5, 0.05)
     monkeypatch.setattr(chains, "FEW_STEPS", 1)
-    known = played(chain, times, price_rows(chain, times, powers_for(chain, hz, times)))
+    known = replay_rows(chain, times, price_rows(chain, times, solve_powers(chain, hz, times)))
     depths, seconds = schedule_rows(chain, times, known)
     assert known.depth_rs is not None
     assert (seconds == known.makespan_s).all()
-    assert planned_makespan_s(chain, times, depths) == pytest.approx(seconds, rel=1e-12)
+    assert compute_planned_makespan_s(chain, times, depths) == pytest.approx(seconds, rel=1e-12)
 
 
 def test_rows_of_many_clusters_are_played_until_they_end_within_the_round(
@@ -105,10 +105,10 @@ def test_rows_of_many_clusters_are_played_until_they_end_within_the_round(
 ) -> None:
     """The longest row by the bound says how long it is at least."""
     chain, times, hz = many_rows(6, 0.05)
-    bounded = price_rows(chain, times, powers_for(chain, hz, times))
-    quickest = played(chain, times, bounded)
+    bounded = price_rows(chain, times, solve_powers(chain, hz, times))
+    quickest = replay_rows(chain, times, bounded)
     monkeypatch.setattr(tables, "FEW_CLUSTERS", 0)
-    enough = played(chain, times, bounded)
+    enough = replay_rows(chain, times, bounded)
     assert (enough.latency_s >= quickest.latency_s * (1.0 - 2e-3)).all()
     least = np.maximum(quickest.latency_s, bounded.latency_s.max())
     assert (enough.latency_s <= least * (1.0 + 4e-3)).all()

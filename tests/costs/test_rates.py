@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
-from collapipe_flwr.costs.price import price, with_rates
+from collapipe_flwr.costs.price import price, set_planned_rates
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from tests.planned_step import replay_plan
 from tests.worlds import equal_ends, first_round, planned
@@ -19,7 +19,9 @@ SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(2,), codecs=("
 def _planned(codec: str = "fp32") -> tuple[Plan, Snapshot]:
     kinds = [["raspberry-pi-5", "raspberry-pi-4", "jetson-nano"], ["phone", "phone", "phone"]]
     snapshot = first_round(kinds, equal_ends(4, 32, 16, wire_bytes=4), [40, 60], seed=3)
-    return with_rates(planned(snapshot, replace(SETTINGS, codecs=(codec,))), snapshot), snapshot
+    return set_planned_rates(
+        planned(snapshot, replace(SETTINGS, codecs=(codec,))), snapshot
+    ), snapshot
 
 
 def _shannon(hz: float, watt: float, gain: float, noise: float) -> float:

@@ -22,8 +22,8 @@ from collapipe_flwr.core.schedule import (
     textbook_depths,
     turns,
 )
-from collapipe_flwr.costs.price import price, with_rates
-from collapipe_flwr.costs.replicas import ReplicatedPricing, exchange_s
+from collapipe_flwr.costs.price import price, set_planned_rates
+from collapipe_flwr.costs.replicas import ReplicatedPricing, compute_exchange_s
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import OPTIMISER_FLOP_PER_BYTE, PricingOptions
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
@@ -157,7 +157,7 @@ def test_the_exchange_takes_as_long_as_its_price(
 ) -> None:
     """Exactly for two replicas, at most for more, by a simulation of what every replica does."""
     up, down = ([leg[way] for leg in legs] for way in (0, 1))
-    price = exchange_s([pieces * s for s in (*up, *down)], pieces * PIECE_BYTES)
+    price = compute_exchange_s([pieces * s for s in (*up, *down)], pieces * PIECE_BYTES)
     found = _exchanged_s(up, down, pieces)
     if len(legs) == 1:
         assert found == pytest.approx(price, rel=1e-9)
@@ -178,7 +178,7 @@ def replicated(
     if on_devices:
         clusters = (c.with_edge(c.profile.devices[-1].as_edge) for c in snapshot.clusters)
         snapshot = replace(snapshot, clusters=tuple(clusters))
-    return with_rates(planned(snapshot, SETTINGS), snapshot), snapshot
+    return set_planned_rates(planned(snapshot, SETTINGS), snapshot), snapshot
 
 
 MIXED = [["raspberry-pi-5", "raspberry-pi-4", "jetson-nano"], ["phone", "phone", "phone"]]
@@ -196,9 +196,9 @@ def test_without_replicas_it_is_the_price_of_any_plan(
     if schedule == "gpipe":
         deep = tuple(replace(c, warmup_depth=(8,) * len(c.warmup_depth)) for c in plan.clusters)
         plan = replace(plan, clusters=deep)
-    priced, rated = price(plan, snapshot, options), with_rates(plan, snapshot)
+    priced, rated = price(plan, snapshot, options), set_planned_rates(plan, snapshot)
     for m, (cluster, expected) in enumerate(zip(plan.clusters, priced.clusters, strict=True)):
-        found = ReplicatedPricing(tabulate(snapshot), m, cluster, options).costs()
+        found = ReplicatedPricing(tabulate(snapshot), m, cluster, options).price()
         assert found.latency_s == pytest.approx(expected.latency_s, rel=1e-12)
         assert found.step_s == pytest.approx(expected.step_s, rel=1e-12)
         assert found.exchange_s == 0.0 and found.fits
@@ -239,7 +239,7 @@ def test_of_equal_replicas_each_does_its_share_and_all_of_the_optimiser() -> Non
         price(replace(plan, clusters=(c,)), snapshot, PricingOptions()).clusters[0]
         for c in (single, double)
     )
-    cost = ReplicatedPricing(tabulate(snapshot), 0, double, PricingOptions()).costs()
+    cost = ReplicatedPricing(tabulate(snapshot), 0, double, PricingOptions()).price()
     late = price(replace(plan, clusters=(double,)), beginning(snapshot, 1.0, 3.0, 7.0, 9.0))
     assert late.clusters[0].latency_s == pytest.approx(two.latency_s + 3.0)  # as of both at once
     device = snapshot.clusters[0].profile.devices[0]
@@ -269,8 +269,8 @@ def test_nothing_costs_less_than_what_is_refused_unseen(replicas: int, schedule:
     names = tuple(d.device_id for d in snapshot.clusters[0].profile.devices)
     shared = replace(single.segments[0], replicas=names[1 : replicas + 1])
     plan, options = replace(single, segments=(shared,)), PricingOptions(schedule=schedule)
-    costs = ReplicatedPricing(tabulate(snapshot), 0, plan, options).costs()
-    least_s, joule = ReplicatedPricing(tabulate(snapshot), 0, plan, options).least()
+    costs = ReplicatedPricing(tabulate(snapshot), 0, plan, options).price()
+    least_s, joule = ReplicatedPricing(tabulate(snapshot), 0, plan, options).bound_costs()
     assert 0.3 * costs.latency_s < least_s <= costs.latency_s
     assert joule == costs.spent_j
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from collapipe_flwr.core.replay import StepTimes, replay
-from collapipe_flwr.costs.makespan import gpipe_makespan_s, step_makespan_s
-from collapipe_flwr.costs.warm_up import AS_GOOD, choose_warm_up, one_f_one_b_makespan_s
+from collapipe_flwr.costs.makespan import compute_gpipe_makespan_s, compute_step_makespan_s
+from collapipe_flwr.costs.warm_up import AS_GOOD, choose_warm_up, compute_one_f_one_b_s
 from collapipe_flwr.costs.work import PricingOptions
 
 
@@ -59,7 +59,9 @@ def test_no_depths_undercut_the_bound_and_the_best_come_near_it() -> None:
         least = shortest_s(step, list(limit), micro_batches)
         count, held = np.array(float(micro_batches)), np.array(limit, dtype=float)
         for found, most in ((plain, None), (close, held)):
-            bound = step_makespan_s(PricingOptions(), step.stage_s, step.hop_s, count, held=most)
+            bound = compute_step_makespan_s(
+                PricingOptions(), step.stage_s, step.hop_s, count, held=most
+            )
             assert bound <= least * (1.0 + 1e-12), seed
             found.append(least / float(bound) - 1.0)
     assert np.mean(close) < 0.2 * np.mean(plain)
@@ -92,7 +94,7 @@ def test_waves_end_exactly_when_a_replay_does() -> None:
         step, limit, micro_batches = drawn(seed)
         depths = tuple(sorted((rng.randint(1, most + 1) for most in limit), reverse=True))
         replayed_s = replay(step, depths, micro_batches).makespan_s
-        assert one_f_one_b_makespan_s(step, depths, micro_batches) == replayed_s
+        assert compute_one_f_one_b_s(step, depths, micro_batches) == replayed_s
 
 
 def test_no_step_takes_longer_than_gpipe_where_that_fits() -> None:
@@ -100,7 +102,7 @@ def test_no_step_takes_longer_than_gpipe_where_that_fits() -> None:
     for seed in range(300):
         step, _, micro_batches = drawn(seed)
         found = choose_warm_up(step, (micro_batches,) * step.stages, micro_batches)
-        gpipe_s = float(gpipe_makespan_s(step.stage_s, step.hop_s, micro_batches))
+        gpipe_s = float(compute_gpipe_makespan_s(step.stage_s, step.hop_s, micro_batches))
         assert found.makespan_s <= gpipe_s * (1.0 + AS_GOOD)
 
 

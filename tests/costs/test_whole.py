@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.costs.work import whole_model
+from collapipe_flwr.costs.work import merge_ends
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from tests.worlds import equal_ends, first_round, planned
 
@@ -15,7 +15,7 @@ MODEL = equal_ends(3, 64, 16)
 
 
 def test_nothing_of_the_model_is_lost() -> None:
-    whole, parts = whole_model(MODEL), (MODEL.embedding, *MODEL.blocks, MODEL.decoder)
+    whole, parts = merge_ends(MODEL), (MODEL.embedding, *MODEL.blocks, MODEL.decoder)
     for field in ("forward_flop", "backward_flop", "parameter_bytes", "state_bytes", "stash_bytes"):
         moved = sum(getattr(block, field) for block in whole.blocks)
         assert moved == pytest.approx(sum(getattr(part, field) for part in parts))
@@ -26,11 +26,11 @@ def test_nothing_of_the_model_is_lost() -> None:
 def test_one_block_takes_both_ends() -> None:
     tiny = replace(MODEL, blocks=MODEL.blocks[:1])
     ends = tiny.embedding.state_bytes + tiny.decoder.state_bytes
-    assert whole_model(tiny).blocks[0].state_bytes == tiny.blocks[0].state_bytes + ends
+    assert merge_ends(tiny).blocks[0].state_bytes == tiny.blocks[0].state_bytes + ends
 
 
 def test_fedavg_of_the_whole_model_costs_its_device_everything() -> None:
-    snapshot = first_round([["raspberry-pi-5", "phone"]], whole_model(MODEL), 96)
+    snapshot = first_round([["raspberry-pi-5", "phone"]], merge_ends(MODEL), 96)
     settings = SchedulerConfig(schedule="gpipe", micro_batch_sizes=(4,), micro_batches=(4,))
     plan = planned(snapshot, settings, "fedavg")
     priced = price(plan, snapshot, settings).clusters[0]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.domain import ClusterOutcome, RoundOutcome
 from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
-from collapipe_flwr.costs.convergence import LearningState, noise_scale_of, update
+from collapipe_flwr.costs.convergence import LearningState, estimate_noise_scale, update
 from collapipe_flwr.data.batches import bucket_by_length, cut_batches, shuffle_groups
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig
 from collapipe_flwr.pipeline.step import MicroBatch
@@ -215,7 +215,7 @@ def test_averages_below_zero_are_kept_and_clamped_only_when_used() -> None:
     below = learnt(LearningState(), seen(8.0, 0.5))
     assert below.gradient_square < 0 < below.noise
     assert below.first_gradient_square is None
-    assert noise_scale_of(below).examples == 1e6
+    assert estimate_noise_scale(below).examples == 1e6
     both = learnt(below, seen(8.0, 2.0))
     assert both.gradient_square > 0
     assert both.first_gradient_square == both.gradient_square

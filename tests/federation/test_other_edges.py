@@ -8,7 +8,7 @@ import pytest
 
 from collapipe_flwr.core.domain import EdgeProfile, RoundOutcome
 from collapipe_flwr.core.errors import ProtocolError
-from collapipe_flwr.costs.measured import stage_parts, taken_s
+from collapipe_flwr.costs.measured import compute_pass_s, count_stage_parts
 from collapipe_flwr.federation import border
 from collapipe_flwr.federation.planner import KnownClusters, Planning
 from tests.federation.test_outcomes import EXAMPLES, NAME, STEPS, told
@@ -37,8 +37,10 @@ def settle(planner: KnownClusters, planned, slower: float = 1.0, **changes: obje
     plan = planned.cluster_plan(11)
     measured = told(replace(plan, edge=""), planner, slower=1.0)
     used = next(e for e in planner.world.clusters[0].edges if e.id == plan.edge)
-    passes, flop = stage_parts(plan, MODEL)[plan.edge]
-    each_s = slower * taken_s(used, passes, flop * measured.examples / measured.edge.micro_batches)
+    passes, flop = count_stage_parts(plan, MODEL)[plan.edge]
+    each_s = slower * compute_pass_s(
+        used, passes, flop * measured.examples / measured.edge.micro_batches
+    )
     busy_s = STEPS * plan.micro_batches * each_s
     measured = replace(
         measured, edge=replace(measured.edge, forward_s=busy_s / 3, backward_s=busy_s * 2 / 3)
@@ -104,7 +106,7 @@ def test_a_member_that_computes_the_head_spends_joules_for_it() -> None:
             outcome = settle(planner, planned)
             spent_j.append(outcome.clusters[0].energy_j[name])
         plan = planned.cluster_plan(11)
-        passes, flop = stage_parts(plan, MODEL)[plan.edge]
+        passes, flop = count_stage_parts(plan, MODEL)[plan.edge]
         del passes
         head_j = 1e-9 * flop * EXAMPLES + 0.25 * place.tx_power_w
         own_j = spent_j[0] if member == "control-unit" else 0.0

@@ -11,7 +11,7 @@ from collapipe_flwr.cluster.order import CONTROL_UNIT
 from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, Plan, RoundOutcome
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
-from collapipe_flwr.costs.measured import EDGE, server_s, stage_parts, taken_s
+from collapipe_flwr.costs.measured import EDGE, compute_pass_s, compute_server_s, count_stage_parts
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.federation.planner import KnownClusters, Planning
 from collapipe_flwr.federation.round import RoundPlan
@@ -35,9 +35,9 @@ def told(plan: ClusterPlan, planner: KnownClusters, slower: float = 2.0) -> Clus
     members = {m.device_id: m for m in profile.members}
     passes = STEPS * plan.micro_batches
     reports = {}
-    for name, (blocks, flop) in stage_parts(plan, MODEL).items():
+    for name, (blocks, flop) in count_stage_parts(plan, MODEL).items():
         profile_ = planner.world.edge if name == EDGE else members[name]
-        each_s = slower * taken_s(profile_, blocks, flop * EXAMPLES / passes)
+        each_s = slower * compute_pass_s(profile_, blocks, flop * EXAMPLES / passes)
         reports[name] = StageMeasurement(
             name=name,
             steps=STEPS,
@@ -71,7 +71,7 @@ def round_s(plan: ClusterPlan, planner: KnownClusters, slower: float, more_s: fl
     slow = replace(snapshot, clusters=tuple(clusters), edge=late(snapshot.edge))
     alone = Plan(round_index=1, policy="", clusters=(plan,), latency_s=0.0, rho=1.0)
     whole_s = price(alone, slow, planner._planning.settings).latency_s
-    return whole_s - server_s(planner.world.clusters[0], MODEL) + more_s
+    return whole_s - compute_server_s(planner.world.clusters[0], MODEL) + more_s
 
 
 def settled(
@@ -97,7 +97,7 @@ def test_seconds_are_those_of_the_clocks_and_stand_beside_what_was_believed() ->
     (plan,) = planned.plan.clusters
     outcome, cluster = settled(planner, planned, told(plan, planner))
     assert cluster.measured
-    expected = 3.0 + server_s(planner.world.clusters[0], MODEL)
+    expected = 3.0 + compute_server_s(planner.world.clusters[0], MODEL)
     assert outcome.latency_s == cluster.latency_s == pytest.approx(expected)
     assert {s.device_id for s in cluster.stages} == {*plan.member_ids, EDGE}
     for sample in cluster.stages:
@@ -113,7 +113,7 @@ def test_a_coded_reply_is_priced_by_its_bytes() -> None:
         assert Planning(updates=codec).described(profile, MODEL).update_codec == codec
         snapshot = planner.world.with_cluster(profile).snapshot(1, MODEL)
         latency_s[codec] = price(planned, snapshot, planner._planning.settings).latency_s
-        server[codec] = server_s(profile, MODEL)
+        server[codec] = compute_server_s(profile, MODEL)
     spared_s = server["fp32"] - server["int4"]
     assert server["int4"] / server["fp32"] == pytest.approx((1 + 17 / 128) / 2)
     assert latency_s["fp32"] - latency_s["int4"] == pytest.approx(spared_s)

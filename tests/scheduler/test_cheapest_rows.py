@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.scheduling.search_gaps import SearchSize, search_planner
 from collapipe_flwr.costs.arrays import Array, Mask
-from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack
+from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack_layouts
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.cheapest_rows import HURRY, cheapest_rows
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
@@ -30,7 +30,7 @@ def every_row(planner: PlanSolver, pair: tuple[int, int]) -> Layouts:
     """All rows with these micro-batches that fit."""
     members, stops = all_layouts(SMALL.devices, SMALL.blocks)
     clusters = range(SMALL.clusters)
-    rows = stack([rows_for(m, members, stops, np.array([pair])) for m in clusters])
+    rows = stack_layouts([rows_for(m, members, stops, np.array([pair])) for m in clusters])
     return planner.fitting(rows)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from collapipe_flwr.core.domain import ClusterSnapshot
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.costs.convergence import join_weight
+from collapipe_flwr.costs.convergence import compute_join_weight
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.scheduler.decision import EarlyClosing, closing_s, count_rounds_late
 from collapipe_flwr.scheduler.dssda import Dssda
@@ -31,7 +31,7 @@ def test_a_round_closes_with_its_last_cluster_or_a_little_after_the_median() -> 
     assert closing_s(latency[[0, 3]], 1.5) == 15.0  # of two, the quicker one
     assert count_rounds_late(latency, 1.5).tolist() == [0, 0, 0, 2]
     assert count_rounds_late(np.array([10.0, 10.0, 15.0]), 1.5).tolist() == [0, 0, 0]
-    assert join_weight(np.array([0, 3])).tolist() == [1.0, 1.0 / 8.0]
+    assert compute_join_weight(np.array([0, 3])).tolist() == [1.0, 1.0 / 8.0]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
-from collapipe_flwr.costs.price import price, with_rates
+from collapipe_flwr.costs.price import price, set_planned_rates
 from collapipe_flwr.scheduler.dssda import heads_worth
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
@@ -34,7 +34,7 @@ def planned() -> tuple[Plan, Snapshot, SchedulerState]:
     snapshot = world.snapshot(1, MODEL)
     scheduler = make_scheduler("dssda", SETTINGS)
     plan, state = scheduler.step(scheduler.init(snapshot), snapshot)
-    return with_rates(plan, snapshot), snapshot, state
+    return set_planned_rates(plan, snapshot), snapshot, state
 
 
 def computing_j(plan: ClusterPlan, per_flop_j: float) -> float:

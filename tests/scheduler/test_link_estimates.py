@@ -20,7 +20,7 @@ from collapipe_flwr.core.domain import (
     Snapshot,
 )
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.costs.price import price, with_rates
+from collapipe_flwr.costs.price import price, set_planned_rates
 from collapipe_flwr.scheduler.link_estimates import (
     PATIENCE,
     LinkEstimate,
@@ -55,7 +55,7 @@ def ends_of(plan: ClusterPlan) -> Iterator[tuple[str, str]]:
 def samples(plan: ClusterPlan, world: Snapshot, measure: Measure) -> tuple[LinkSample, ...]:
     """Every hop of the plan, measured."""
     alone = Plan(round_index=1, policy="", clusters=(plan,), latency_s=1.0, rho=1.0)
-    promised = with_rates(alone, world).clusters[0].hops
+    promised = set_planned_rates(alone, world).clusters[0].hops
     found = []
     for ends, planned, full in zip(ends_of(plan), plan.hops, promised, strict=True):
         rate = 2 / (1 / full.forward_bit_per_s + 1 / full.backward_bit_per_s)
@@ -80,7 +80,7 @@ def rounds(
         told = world.snapshot(1, model)
         seen = with_links(told, state.links)
         plan, state = scheduler.step(state, seen)
-        plan = with_rates(plan, seen)
+        plan = set_planned_rates(plan, seen)
         plans.append(plan)
         priced = price(plan, seen, SETTINGS)
         clusters = tuple(

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.scheduling.search_gaps import SearchSize, search_case, search_planner
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.chain import full_power_times, latency_of
+from collapipe_flwr.costs.chain import compute_full_power_times, compute_latency_s
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
 from collapipe_flwr.scheduler.dssda import Dssda, within
 from collapipe_flwr.scheduler.multipliers import PART, unlearned_weight
@@ -35,7 +35,7 @@ def found(planner: PlanSolver) -> Solution:
 
 def late_s(solution: Solution, hz_m: Array) -> Array:
     """Seconds of every cluster at full power, by the lower bound."""
-    return latency_of(solution.chain, full_power_times(solution.chain, hz_m))
+    return compute_latency_s(solution.chain, compute_full_power_times(solution.chain, hz_m))
 
 
 def test_no_split_of_the_bandwidth_ends_sooner(found: Solution) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.oracles.brute_force import optimal_plan
 from collapipe_flwr.core.domain import DeviceProfile, ModelProfile, Snapshot
-from collapipe_flwr.costs.chain import chain_of
-from collapipe_flwr.costs.layouts import stack
+from collapipe_flwr.costs.chain import make_chain
+from collapipe_flwr.costs.layouts import stack_layouts
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import initial_state, planner_for
@@ -71,7 +71,7 @@ def test_a_stage_takes_its_operations_and_an_overhead_per_block(recompute: bool)
     passes = 4 / 3 if recompute else 1.0  # of forward, backward and forward again: 1/3, 2/3, 1/3
     for size in (1, 16):
         rows = rows_for(0, *all_layouts(1, 5), np.array([[size, COUNT]]))
-        chain = chain_of(tabulate(snapshot), rows, settings)
+        chain = make_chain(tabulate(snapshot), rows, settings)
         total = float(chain.forward_stage_s[0, 1] + chain.backward_stage_s[0, 1])
         forward = sum(block.forward_flop for block in model.blocks)
         flop = size * (forward * (1 + recompute) + sum(b.backward_flop for b in model.blocks))
@@ -89,8 +89,8 @@ def test_an_overhead_is_a_lower_speed_at_one_size() -> None:
         state = replace(initial_state(base, SETTINGS), energy_queue_j=queues)
         planner = planner_for(tables, state, SETTINGS)
         every = [rows_for(m, *all_layouts(3, 5), np.array([[SIZE, COUNT]])) for m in (0, 1)]
-        rows = stack(every)
-        chains.append(chain_of(tables, rows, SETTINGS))
+        rows = stack_layouts(every)
+        chains.append(make_chain(tables, rows, SETTINGS))
         scorer = Scorer(planner, planner.opening_prices())
         scores.append(scorer.estimates(rows))
     for one, other in ((chains[0], chains[1]),):
@@ -142,7 +142,7 @@ def test_a_round_begins_and_ends_with_the_slowest_device_that_works() -> None:
     for snapshot in (quick, late):
         tables = tabulate(snapshot)
         planner = planner_for(tables, initial_state(quick, SETTINGS), SETTINGS)
-        chains.append(chain_of(tables, rows, SETTINGS).fixed_s)
+        chains.append(make_chain(tables, rows, SETTINGS).fixed_s)
         scorer = Scorer(planner, planner.opening_prices())
         scores.append(scorer.estimates(rows).latency)
     used = np.where(rows.used_rs, np.array([0.0, *seconds])[rows.member_rs], 0.0)

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.oracles.brute_force import exhaustive
 from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
-from collapipe_flwr.costs.layouts import stack
+from collapipe_flwr.costs.layouts import stack_layouts
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler.base import initial_state, planner_for
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts, rows_for
@@ -114,7 +114,7 @@ def test_scores_rank_like_priced_rows() -> None:
     prices = planner.dual_prices(best)
     scorer = Scorer(planner, prices)
     value = scorer.score(best.rows, best.rows)
-    near = stack([best.rows, planner.neighbours(best.rows)])
+    near = stack_layouts([best.rows, planner.neighbours(best.rows)])
     others = scorer.score(near, best.rows)
     assert np.isfinite(value).all()
     assert (others >= value[near.cluster_r] - 0.05 * np.abs(value[near.cluster_r])).all()

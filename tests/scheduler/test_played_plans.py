@@ -11,13 +11,13 @@ import pytest
 from benchmarks.scheduling.search_gaps import SearchSize, search_planner
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import (
-    chain_of,
-    full_power_times,
-    played,
+    compute_full_power_times,
+    make_chain,
     price_rows,
+    replay_rows,
     schedule_rows,
 )
-from collapipe_flwr.costs.layouts import key_of, replaced
+from collapipe_flwr.costs.layouts import make_key, replace_rows
 from collapipe_flwr.scheduler import planner as planning
 from collapipe_flwr.scheduler import runners_up as playing
 from collapipe_flwr.scheduler.planner import Solution
@@ -64,11 +64,11 @@ def test_no_radio_is_worse_than_full_power_over_equal_or_given_bandwidth(*, queu
     for seed in SEEDS[:4]:
         planner = search_planner(SIZE, seed, queues=queues)
         rows = Search(planner).choose(planner.opening_prices(), None)
-        chain = chain_of(planner.tables, rows, planner.settings)
+        chain = make_chain(planner.tables, rows, planner.settings)
         rho = planner.learning.rho(planner.tables, rows)
         equal = equal_shares(chain, planner.tables.snapshot.radio.bandwidth_hz)
         hz_m = equal.edge_hz_r * np.array([1.6, 0.4, 1.3, 0.7])
-        uneven = replace(equal, edge_hz_r=hz_m, times=full_power_times(chain, hz_m))
+        uneven = replace(equal, edge_hz_r=hz_m, times=compute_full_power_times(chain, hz_m))
         for given, plain in ((None, equal), (hz_m, uneven)):
             most = planner.priced(chain, plain, rho).objective
             assert planner.radio(rows, given).objective <= most * (1 + 1e-12)
@@ -101,7 +101,7 @@ def test_what_a_runner_up_costs_can_be_had() -> None:
     found = Incumbent(planner, rows, own, hz_m).play_rows(near, joint=True)
     near = found.near
     for r in (0, len(near) // 2, len(near) - 1, int(found.value_alone().argmin())):
-        changed = replaced(rows, near.cluster_r[[r]], near.take(np.array([r])))
+        changed = replace_rows(rows, near.cluster_r[[r]], near.take(np.array([r])))
         energy = float(own.worth.sum())
         assert planner.radio(changed, hz_m).objective <= (found.value_alone()[r] + energy) * (
             1 + 1e-9
@@ -110,7 +110,7 @@ def test_what_a_runner_up_costs_can_be_had() -> None:
 
 def cost_of(found: Solution) -> float:
     """rho T in seconds."""
-    priced = played(found.chain, found.allocation.times, found.priced)
+    priced = replay_rows(found.chain, found.allocation.times, found.priced)
     return found.rho * float(priced.latency_s.max())
 
 
@@ -131,4 +131,4 @@ def test_rows_that_are_left_out_are_not_among_the_best(monkeypatch: pytest.Monke
                 np.sort(each.value_alone()[each.near.cluster_r == m]) for each in (found, every)
             )
             assert (best[: playing.WIDTH] == all_[: playing.WIDTH]).all()
-        assert key_of(found.combine()) == key_of(every.combine())
+        assert make_key(found.combine()) == make_key(every.combine())

@@ -16,7 +16,7 @@ from collapipe_flwr.core.domain import (
     StageSample,
 )
 from collapipe_flwr.core.json_codec import from_json, to_json
-from collapipe_flwr.costs.measured import EDGE, taken_s
+from collapipe_flwr.costs.measured import EDGE, compute_pass_s
 from collapipe_flwr.scheduler.estimates import (
     PATIENCE,
     ProfileEstimates,
@@ -84,7 +84,7 @@ def sample(device: DeviceProfile, *, slower: float = 1.0, size: int = 4) -> Stag
         device_id=device.device_id,
         passes=parts[0],
         flop=parts[1],
-        busy_s=slower * taken_s(device, *parts),
+        busy_s=slower * compute_pass_s(device, *parts),
         watt=watt,
         planned_bytes=1000,
         peak_bytes=1000,
@@ -120,7 +120,9 @@ def test_work_done_corrects_a_profile_that_is_wrong() -> None:
     truth = draw_snapshot(0)
     seen = planned(truth, showing(sample(first(truth), slower=3.0)))
     work = (2.0, 8e8)
-    assert taken_s(first(seen), *work) == pytest.approx(3 * taken_s(first(truth), *work), rel=0.03)
+    assert compute_pass_s(first(seen), *work) == pytest.approx(
+        3 * compute_pass_s(first(truth), *work), rel=0.03
+    )
     others = [s.clusters[0].profile.devices[1] for s in (seen, truth)]
     assert others[0] == others[1]  # who did not work is believed as before
 
@@ -130,10 +132,12 @@ def test_stages_of_microseconds_are_learnt_like_others(slower: float) -> None:
     truth, work = draw_snapshot(0), (2.0, 1e5)
     device = first(truth)
     tiny = replace(
-        sample(device), passes=work[0], flop=work[1], busy_s=slower * taken_s(device, *work)
+        sample(device), passes=work[0], flop=work[1], busy_s=slower * compute_pass_s(device, *work)
     )
     seen = first(planned(truth, showing(tiny)))
-    assert taken_s(seen, *work) == pytest.approx(slower * taken_s(device, *work), rel=0.05)
+    assert compute_pass_s(seen, *work) == pytest.approx(
+        slower * compute_pass_s(device, *work), rel=0.05
+    )
 
 
 def test_a_slower_device_of_known_power_pays_more_per_operation() -> None:
@@ -160,10 +164,10 @@ def test_the_edge_is_learnt_from_every_cluster() -> None:
     flop = 1e9
     late = StageSample(device_id=EDGE, passes=1.0, flop=flop, busy_s=0.5)
     seen = planned(truth, showing(late))
-    assert taken_s(seen.edge, 1.0, flop) == pytest.approx(
-        8 * taken_s(truth.edge, 0.0, flop) + 8e-3, rel=0.5
+    assert compute_pass_s(seen.edge, 1.0, flop) == pytest.approx(
+        8 * compute_pass_s(truth.edge, 0.0, flop) + 8e-3, rel=0.5
     )  # one round moves nothing by more than a factor of 8
-    assert taken_s(planned(truth, *[showing(late)] * 4).edge, 1.0, flop) == pytest.approx(
+    assert compute_pass_s(planned(truth, *[showing(late)] * 4).edge, 1.0, flop) == pytest.approx(
         0.5, rel=0.05
     )
 
@@ -182,7 +186,9 @@ def test_who_does_not_work_is_tried_again_and_one_look_suffices() -> None:
     work = (2.0, 8e8)
 
     def slower(*outcomes: RoundOutcome) -> float:
-        return taken_s(first(planned(truth, *outcomes)), *work) / taken_s(first(truth), *work)
+        return compute_pass_s(first(planned(truth, *outcomes)), *work) / compute_pass_s(
+            first(truth), *work
+        )
 
     rest = [idle] * PATIENCE
     assert slower(slow, *rest[1:]) == pytest.approx(4.0, rel=0.03)
@@ -231,7 +237,7 @@ def test_a_round_with_slower_devices_is_expected_to_take_longer_besides() -> Non
     block = max(truth.model.blocks, key=lambda b: b.forward_flop)
 
     def block_s(device: DeviceProfile) -> float:
-        return taken_s(device, 1.0, block.forward_flop + block.backward_flop)
+        return compute_pass_s(device, 1.0, block.forward_flop + block.backward_flop)
 
     def besides_s(seen: Snapshot, *names: str) -> float:
         found = seen.clusters[0].profile

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.costs.chain import Chain, chain_of, full_power_times, powers_for, price_rows
+from collapipe_flwr.costs.chain import (
+    Chain,
+    compute_full_power_times,
+    make_chain,
+    price_rows,
+    solve_powers,
+)
 from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import PricingOptions
@@ -36,9 +42,9 @@ def an_instance(
         micro_batch_size_r=rng.choice([1, 4], clusters),
         micro_batches_r=rng.choice([1, 4, 8], clusters),
     )
-    chain = chain_of(tables, rows, PricingOptions(schedule=schedule))
+    chain = make_chain(tables, rows, PricingOptions(schedule=schedule))
     plain = equal_shares(chain, BAND)
-    powers = powers_for(chain, plain.edge_hz_r, plain.times)
+    powers = solve_powers(chain, plain.edge_hz_r, plain.times)
     priced = price_rows(chain, plain.times, powers)
     latency_price = 1.0 / float(priced.latency_s.max())
     price = 10 ** rng.uniform(-2, 1, (clusters, 3)) / float(priced.energy_j.sum())
@@ -73,8 +79,10 @@ def test_allocation_is_feasible_and_no_worse_than_equal_shares() -> None:
             equal_shares(chain, BAND),
         ):
             assert choice.edge_hz_r.sum() <= BAND * (1 + 1e-9)
-            assert (choice.times >= full_power_times(chain, choice.edge_hz_r) * (1 - 1e-9)).all()
-            powers = powers_for(chain, choice.edge_hz_r, choice.times)
+            assert (
+                choice.times >= compute_full_power_times(chain, choice.edge_hz_r) * (1 - 1e-9)
+            ).all()
+            powers = solve_powers(chain, choice.edge_hz_r, choice.times)
             assert (powers <= chain.power_max_w * (1 + 1e-9)).all()
             assert (powers[chain.hops.used] > 0).all()
             priced = price_rows(chain, choice.times, powers)
@@ -89,8 +97,8 @@ def test_no_random_move_improves_the_optimum() -> None:
     rng = np.random.default_rng(0)
 
     def value(width: np.ndarray, times: np.ndarray) -> float:
-        times = np.maximum(times, full_power_times(chain, width))
-        priced = price_rows(chain, times, powers_for(chain, width, times))
+        times = np.maximum(times, compute_full_power_times(chain, width))
+        priced = price_rows(chain, times, solve_powers(chain, width, times))
         return float(worth * priced.latency_s.max() + (price * priced.energy_j).sum())
 
     optimum = value(best.edge_hz_r, best.times)

@@ -14,8 +14,8 @@ from benchmarks.scheduling.plain_costs import PlainCosts, rows_of
 from benchmarks.scheduling.rivals import Budget, climb, promising, random_rows
 from benchmarks.scheduling.search_gaps import SearchSize, read_sizes, search_case, search_planner
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.costs.chain import chain_of, price_rows
-from collapipe_flwr.costs.layouts import of_members
+from collapipe_flwr.costs.chain import make_chain, price_rows
+from collapipe_flwr.costs.layouts import gather_members
 from collapipe_flwr.scheduler.planner import PlanSolver
 from collapipe_flwr.scheduler.pool import PlanSelector, Pool, Within, pool_of, select_front
 from collapipe_flwr.scheduler.problem import Estimates
@@ -84,11 +84,11 @@ def test_links_are_not_slowed_for_time_that_1f1b_does_not_take() -> None:
     """Its convex formula takes a cluster for the slowest that is not, and slows another's links."""
     planner = search_planner(replace(SIZE, schedule="1f1b", recompute=True), 70000, queues=False)
     rows = Search(planner).choose(planner.opening_prices(), None)
-    chain = chain_of(planner.tables, rows, planner.settings)
+    chain = make_chain(planner.tables, rows, planner.settings)
     rho = planner.learning.rho(planner.tables, rows)
     plain = allocate(
         chain,
-        of_members(planner.price_mi, rows),
+        gather_members(planner.price_mi, rows),
         latency_price=planner.latency_price * rho,
         bandwidth_hz=planner.tables.snapshot.radio.bandwidth_hz,
     )
@@ -138,7 +138,7 @@ def test_rivals_price_as_the_cost_model_does(schedule: str, recompute: bool) -> 
             layouts = layouts.take(np.zeros(3, int))
             layouts = replace(layouts, cluster_r=np.arange(3))
             seconds, energy = costs.price_of(rows_of(layouts, costs.devices))
-            chain = chain_of(planner.tables, layouts, planner.settings)
+            chain = make_chain(planner.tables, layouts, planner.settings)
             shares = equal_shares(chain, planner.tables.snapshot.radio.bandwidth_hz)
             rho = planner.learning.rho(planner.tables, layouts)
             priced = planner.priced(chain, shares, rho)

@@ -269,7 +269,7 @@ def test_a_replica_is_trusted_as_the_device_beside_it() -> None:
     shared = replace(cluster, segments=segments, tx_power_w=both[0], gradient_power_w=both[1])
     for trusted, allowed in (({first: True}, False), ({first: True, second: True}, True)):
         tables = tabulate(guarded(snapshot, 2, trusted))
-        assert ReplicatedPricing(tables, 0, shared, PLAIN).costs().fits == allowed
+        assert ReplicatedPricing(tables, 0, shared, PLAIN).price().fits == allowed
 
 
 def test_a_plan_that_breaks_it_is_refused_by_name() -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.chain import Chain, full_power_times, latency_of
-from collapipe_flwr.costs.radio import send_time_s
+from collapipe_flwr.costs.chain import Chain, compute_full_power_times, compute_latency_s
+from collapipe_flwr.costs.radio import compute_send_time_s
 
 FACTORS = (  # of bandwidths, at which rounds are timed: widely first, then near what was found
     np.geomspace(0.125, 8.0, 7),
@@ -34,15 +34,15 @@ def levelled_hz(chain: Chain, hz_m: Array, bandwidth_hz: float) -> Array:
 
 
 def _latency_fm(chain: Chain, hz_fm: Array) -> Array:
-    """`latency_of` with each of these bandwidths, on which only the hop to the edge depends."""
+    """Compute latencies with each of these bandwidths, which only the hop to the edge uses."""
     hops, every = chain.hops, np.arange(len(chain.rows))
     last = hops.to_edge.argmax(1)
     snr = chain.power_max_w[every, last] / chain.noise_over_gain[every, last, None]
-    times = np.tile(full_power_times(chain, hz_fm[0]), (len(hz_fm), 1, 1, 1))
+    times = np.tile(compute_full_power_times(chain, hz_fm[0]), (len(hz_fm), 1, 1, 1))
     shared, own_hz = hops.shared[every, last], chain.d2d_hz_rh[every, last]
     width = np.where(shared, hz_fm, own_hz)[:, :, None]
-    times[:, every, last] = send_time_s(hops.bits[every, last, None], width, snr)
-    return latency_of(chain, times)
+    times[:, every, last] = compute_send_time_s(hops.bits[every, last, None], width, snr)
+    return compute_latency_s(chain, times)
 
 
 def _equal_ends(late_fm: Array, hz_fm: Array, bandwidth_hz: float) -> Array:

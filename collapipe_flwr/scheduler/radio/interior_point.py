@@ -13,7 +13,7 @@ import numpy as np
 
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.chain import Chain, full_power_times
+from collapipe_flwr.costs.chain import Chain, compute_full_power_times
 from collapipe_flwr.scheduler.radio.problem import (
     Evaluation,
     Point,
@@ -309,7 +309,7 @@ def allocate(
     times = np.stack(np.split(every.reshape(problem.used_rh.shape), 2, axis=1), axis=2)
     home = chain.hops.to_edge & ~chain.hops.shared
     if home.any():  # the program took these hops for some of the shared bandwidth
-        full = full_power_times(chain, edge_hz_r)
+        full = compute_full_power_times(chain, edge_hz_r)
         times = np.where(home[:, :, None], np.maximum(times, full), times)
     return Allocation(edge_hz_r=edge_hz_r, times=times, latency_price_r=best.latency_price_r)
 
@@ -336,6 +336,6 @@ def equal_shares(chain: Chain, bandwidth_hz: float) -> Allocation:
     width = np.full(count, bandwidth_hz / count)
     return Allocation(
         edge_hz_r=width,
-        times=full_power_times(chain, width),
+        times=compute_full_power_times(chain, width),
         latency_price_r=np.zeros(count),
     )

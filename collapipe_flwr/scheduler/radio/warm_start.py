@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array
-from collapipe_flwr.costs.radio import log_exponent_near
+from collapipe_flwr.costs.radio import look_up_log_exponent
 from collapipe_flwr.scheduler.radio.problem import Point, RadioTerms
 
 ROUNDS = 5
@@ -72,10 +72,10 @@ class _PriceAdjustment:
         bits[edge] -= omega[:, None]
         low[edge] = hops.edge_low(omega)[0]
         ratio = price[hops.row_h] + bits - self.log_worth
-        slowest = np.maximum(bits - log_exponent_near(ratio + self.repeats), low)
+        slowest = np.maximum(bits - look_up_log_exponent(ratio + self.repeats), low)
         cap = np.maximum(np.maximum.reduceat(slowest, hops.starts_c), self.log_stage.ravel())
         bound = cap[hops.cap_h]
-        x = np.minimum(np.maximum(bits - log_exponent_near(ratio), low), bound)
+        x = np.minimum(np.maximum(bits - look_up_log_exponent(ratio), low), bound)
         cap = cap.reshape(self.cap_weight.shape)
         slow, hop = self.cap_weight * np.exp(cap), hops.weight_h * np.exp(x)
         pace = hop + (slowest >= bound) * slow.ravel()[hops.cap_h]
