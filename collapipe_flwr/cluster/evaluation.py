@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import Tally, add_counts
+from collapipe_flwr.models.front import FrontPart
 from collapipe_flwr.models.parts import EmbeddingPart
 from collapipe_flwr.models.tasks import choose_best
 from collapipe_flwr.pipeline.config import StageConfig
@@ -93,7 +94,7 @@ def predict_unsplit(model: Any, batch: Any, scores: Tensor, wanted: PredictionCo
 
 
 def generate_texts(
-    embedding: EmbeddingPart,
+    embedding: EmbeddingPart | FrontPart,
     chain: Link,
     settings: StageConfig,
     batches: Sequence[Sequence[MicroBatch]],

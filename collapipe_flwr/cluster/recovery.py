@@ -52,6 +52,7 @@ from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.costs.work import count_end_bytes
 from collapipe_flwr.host.allocator import trim_heap
 from collapipe_flwr.models.any_splitter import AnySplitter
+from collapipe_flwr.models.front import FrontPart
 from collapipe_flwr.models.parts import EmbeddingPart
 from collapipe_flwr.pipeline.offload import LazyMapping
 from collapipe_flwr.pipeline.roles import FirstStage
@@ -170,8 +171,9 @@ def evaluate_chain(
     wanted: PredictionConfig | None,
 ) -> EvalResult:
     """Compute loss and predictions of one chain without training; raises as ``run_interval``."""
-    embedding, optimizer = order.place(build_front(splitter, order))
     taken, generates = tuple(batches), wanted is not None and wanted.generates(splitter.decodes)
+    front = splitter.build_front(order.weights) if generates else build_front(splitter, order)
+    embedding, optimizer = order.place(front)
     if generates:  # a text stays on the devices that keep its hidden states
         segments = tuple(replace(segment, replicas=()) for segment in order.plan.segments)
         order = replace(order, plan=replace(order.plan, segments=segments))
@@ -188,7 +190,7 @@ def evaluate_chain(
             results = [first.evaluate(batch, predict=predict) for batch in taken]
             predictions = tuple(result.predictions for result in results)
             if wanted is not None and generates:
-                assert isinstance(embedding, EmbeddingPart)
+                assert isinstance(embedding, EmbeddingPart | FrontPart)
                 predictions = generate_texts(
                     embedding, chain.link, order.configure_stage(0), taken, wanted
                 )

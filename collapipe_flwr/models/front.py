@@ -21,6 +21,11 @@ class FrontPart(nn.Module):
         self.embedding, self.blocks = embedding, blocks
         self.train(False)
 
+    @property
+    def model(self) -> Any:
+        """The model in which the embedding is."""
+        return self.embedding.model
+
     def train(self, mode: bool = True) -> FrontPart:
         """Stay in evaluation mode, whatever the ``mode``: what is frozen gives the same always."""
         del mode

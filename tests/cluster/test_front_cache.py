@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from collapipe_flwr.cluster.control_unit import ClusterResult, evaluate_batches, train_round
+from collapipe_flwr.cluster.evaluation import PredictionConfig
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.front_cache import KeptStates, find_folder
 from collapipe_flwr.cluster.hosted import ThreadEdge
@@ -244,6 +245,25 @@ def test_an_evaluation_reads_what_training_kept_and_counts_nothing(
     order = replace(order, learning=replace(order.learning, cache=KEPT))
     assert evaluate_batches(splitter, order, batches, fleet) == wanted
     assert sorted(folder.glob("*/*")) == files
+
+
+def test_texts_are_generated_alike(folder: Path) -> None:
+    spec = make_splitter("marian", dropout=0.0).spec
+    there = Splitter(replace(spec, frozen=Splitter(spec).front_keys(FROZEN)))
+    here = Splitter(keep_frozen(there.spec))
+    first = there.initial_weights(seed=1)
+    wanted = PredictionConfig(most_tokens=5)
+    found = []
+    for splitter, cut in ((there, ALL), (here, ABOVE)):
+        order = order_of(cut, first, ADAMW)
+        order = replace(order, learning=replace(order.learning, cache=KEPT))
+        batches = micro_batches(splitter, steps_of(splitter, cut, 1))
+        result = evaluate_batches(
+            splitter, order, batches, ThreadFleet(ThreadEdge()), wanted=wanted
+        )
+        found.append([text.tolist() for step in result.predictions for text in step])
+    assert found[0] == found[1] and found[0]
+    assert not folder.exists()  # they are not asked for a second time
 
 
 def test_drafts_of_killed_writers_are_removed(tmp_path: Path) -> None:
