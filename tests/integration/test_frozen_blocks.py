@@ -43,7 +43,7 @@ def test_how_many_examples_come_back_is_known_before(per_round: int) -> None:
     data = LocalData(config, DataPlace(index=0, count=2), None)
     seen: set[str] = set()
     for done in range(12):
-        drawn = [str(row) for row in data.chosen(done)]
+        drawn = [str(row) for row in data.draw_examples(done)]
         share = sum(row in seen for row in drawn) / len(drawn)
         assert data.seen_share(done) == pytest.approx(share)
         seen.update(drawn)
