@@ -28,8 +28,16 @@ def read(files: Sequence[Path]) -> list[Json]:
 
 def tables(told: Sequence[Json]) -> dict[str, str]:
     """Every table of the page in Markdown, by name."""
-    made = {"labels": _labels(told), "updates": _updates(told), "controls": _controls(told)}
+    attacked = [study for study in told if "tokens" in study]
+    made = {
+        "labels": _labels(attacked),
+        "updates": _updates(attacked),
+        "controls": _controls(told),
+    }
     for study in told:
+        if "noise" in study:
+            made["noise"] = _noise(study)
+    for study in attacked:
         name = study["study"]["name"]
         made[f"tokens-{name}"], made[f"depth-{name}"] = _tokens(study), _depth(study)
     return {f"privacy-{name}": table for name, table in made.items()}
@@ -103,6 +111,19 @@ def _depth(study: Json) -> str:
     return f"{table}\n\nLeast depth for a recovery of at most {', '.join(told)}."
 
 
+def _noise(study: Json) -> str:
+    rows = [
+        [
+            f"{row['noise_multiplier']:g}",
+            "none" if (spent := row["epsilon"]) is None else f"{spent:,.{0 if spent > 99 else 1}f}",
+            *(_percent(row[name]) for name in ("accuracy", "nearest", "inverter")),
+        ]
+        for row in study["noise"]
+    ]
+    head = ["noise multiplier", "epsilon", "accuracy", "read by nearest", "read by inverter"]
+    return _markdown(head, rows)
+
+
 def _controls(told: Sequence[Json]) -> str:
     rows = [
         [
@@ -127,6 +148,7 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def draw(told: Sequence[Json], path: Path) -> None:
     """Recovery by depth, a panel per study and a curve per attack at both ends of the codecs."""
+    told = [study for study in told if "tokens" in study]
     figure = figures.new_figure((4.5 * len(told) + 1.5, 3.5), "")
     panels = list(figure.subplots(1, len(told), squeeze=False).flat)
     for axes, study in zip(panels, told, strict=True):

@@ -22,6 +22,7 @@ from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
 from collapipe_flwr.federation.client.pipeline_round import micro_batch
 from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.pipeline.config import ActivationNoise
 from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind, Link
 from collapipe_flwr.pipeline.optimizer_settings import OptimizerConfig
 from collapipe_flwr.pipeline.roles import MiddleStage
@@ -64,7 +65,12 @@ class _Tap:
         return frame
 
 
-def record(study: Study, splitter: Splitter, batches: list[Batch]) -> Recording:
+def record(
+    study: Study,
+    splitter: Splitter,
+    batches: list[Batch],
+    activations: ActivationNoise | None = None,
+) -> Recording:
     """Train one step per batch, each a micro-batch, and keep every frame."""
     weights, _ = splitter.first_weights(SEED)
     order = TrainingOrder(
@@ -75,6 +81,7 @@ def record(study: Study, splitter: Splitter, batches: list[Batch]) -> Recording:
             deadline_s=_DEADLINE_S,
         ),
         dropout_seed=SEED if splitter.drops else None,
+        activations=activations,
     )
     taps: list[_Tap] = []
 

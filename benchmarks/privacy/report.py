@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.privacy.noise import MULTIPLIERS, measure_noise
 from benchmarks.privacy.recording import record
 from benchmarks.privacy.study import SEED, Study
 from benchmarks.privacy.tokens import attack_tokens
@@ -26,7 +27,7 @@ Json = dict[str, Any]
 WORLD = "paper"  # of the seconds
 _FOUND = 0.95  # a planted leak is
 _DEVIATIONS = 4.0  # from chance, at most, without a leak
-_PARTS = 6  # of a study
+_PARTS = {"noise": 2 + len(MULTIPLIERS)}  # of a study
 
 
 def run_privacy_bench(studies: Sequence[Study], at_most: float, json_file: Path | None) -> None:
@@ -34,17 +35,18 @@ def run_privacy_bench(studies: Sequence[Study], at_most: float, json_file: Path 
     prepare("--json", json_file)
     torch.set_num_threads(1)
     told: list[Json] = []
-    with progress(_PARTS * len(studies)) as tick:
+    with progress(sum(_PARTS.get(study.name, 6) for study in studies)) as tick:
         for study in studies:
             told.append({})
-            for name, found in measure(study):
+            for name, found in measure(study) if study.name != "noise" else _measure_noise(study):
                 told[-1][name] = found
                 write_json(json_file, {"studies": told})
                 tick(f"{study.name}: {name}")
     console = terminal()
     for each in told:
-        console.print(_table(each))
-        console.print(advice(each, at_most))
+        console.print(_noise_table(each) if "noise" in each else _table(each))
+        if "tokens" in each:
+            console.print(advice(each, at_most))
     odd = [
         f"{e['study']['name']}: {c['name']}" for e in told for c in e["controls"] if not c["held"]
     ]
@@ -87,6 +89,25 @@ def measure(study: Study) -> Iterator[tuple[str, Any]]:
             controls.append(_control(f"{name}: {of}, {kind}", area, least, most))
     yield "controls", controls
     yield "seconds", _seconds(splitter, study)
+
+
+def _measure_noise(study: Study) -> Iterator[tuple[str, Any]]:
+    """The parts of the record of noise, whose controls are its ends: all is read, or nothing."""
+    rows: list[Json] = []
+    for name, found in measure_noise(study):
+        if name == "noise":
+            rows = found
+        if name != "commonest":
+            yield name, found
+    chance = _below(found["share"], found["tokens"])
+    most = [max(rows[place]["nearest"], rows[place]["inverter"]) for place in (0, -1)]
+    yield (
+        "controls",
+        [
+            _control("tokens, no noise", most[0], _FOUND, 1.0),
+            _control("tokens, most noise", most[1], 0.0, chance),
+        ],
+    )
 
 
 def _control(name: str, value: float, least: float, most: float) -> Json:
@@ -149,6 +170,14 @@ def advice(told: Json, at_most: float) -> str:
         f"at {at_most:.0%} ({rates[depth]:.0%}); seconds per round over those of 0, by the "
         f"edge's place: {', '.join(prices)}"
     )
+
+
+def _noise_table(told: Json) -> Any:
+    names = list(told["noise"][0])
+    table = number_table("Noise on activations", [], names)
+    for row in told["noise"]:
+        table.add_row(*("" if row[n] is None else f"{row[n]:.4g}" for n in names))
+    return table
 
 
 def _table(told: Json) -> Any:

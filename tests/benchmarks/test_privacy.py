@@ -14,6 +14,8 @@ import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.privacy import report
+from benchmarks.privacy.document import rendered
+from benchmarks.privacy.noise import measure_noise
 from benchmarks.privacy.recording import Recording, coded, compute_hidden, record
 from benchmarks.privacy.report import advice, least_depth, measure, recovery
 from benchmarks.privacy.study import Sizes, Study, read_studies
@@ -22,6 +24,7 @@ from benchmarks.privacy.updates import area, attack_labels, attack_update
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.data.tokenizer import train_tokenizer
+from collapipe_flwr.federation.privacy_account import Charge, count_epsilon
 from collapipe_flwr.models.splitter import Splitter
 from tests.chats import chat_tokenizer
 from tests.closeness import near
@@ -228,6 +231,20 @@ def test_the_bench_tells_everything_of_a_study(
     said = advice(told, max(recovery(told).values()))
     assert "trusted-blocks=0 is the least" in said and "control unit 1.00" in said
     assert 0 < deepest <= 1
+
+
+def test_noise_hides_tokens_and_is_counted_by_visit(classifier: Study) -> None:
+    pytest.importorskip("dp_accounting")
+    told = json.loads(json.dumps(dict(measure_noise(classifier, (0.0, 0.05, 10.0)))))
+    plain, some, much = told["noise"]
+    assert told["study"]["depth"] == 1 and told["study"]["norm"] > 0
+    assert plain["epsilon"] is None and some["epsilon"] > much["epsilon"] > 0
+    due = Charge(examples=SIZES.examples, batch=SIZES.examples, noise_multiplier=10.0, steps=2)
+    assert much["epsilon"] == count_epsilon([due], 1e-5)
+    assert plain["inverter"] > 0.9 > 0.4 > much["inverter"]  # a third are one token
+    assert 0 <= much["accuracy"] <= 1
+    page = rendered("<!-- table privacy-noise -->\n<!-- end -->", [{**told, "controls": []}])
+    assert "| 0.05 |" in page
 
 
 def test_the_least_depth_has_no_worse_one_behind_it() -> None:

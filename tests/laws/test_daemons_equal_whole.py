@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from collapipe_flwr.cluster.control_unit import ClusterResult, train_round
 from collapipe_flwr.cluster.hosted import HostedEdge
@@ -24,6 +25,7 @@ from collapipe_flwr.config.cluster_file import (
 )
 from collapipe_flwr.core.errors import EdgeLost, Unreachable
 from collapipe_flwr.models.splitter import Splitter
+from collapipe_flwr.pipeline.config import ActivationNoise, ExamplePrivacy
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig, ParameterGroup
 from collapipe_flwr.transport.certificates import sign_all
 from collapipe_flwr.transport.client import HostClient
@@ -190,6 +192,26 @@ def test_dropout_on_daemons_is_that_of_threads(cluster: Cluster) -> None:
     losses, threads = train_split(splitter, weights, cut, steps, ADAMW, dropout_seed=1)
     assert result.losses == near(losses)
     assert_near(dict(result.weights), threads)
+
+
+NOISES = {
+    "gradients": {"privacy": ExamplePrivacy(group_norm=0.05, deviation=0.1, secret="ab")},
+    "activations": {"activations": ActivationNoise(behind=3, norm=9.4, deviation=0.1, secret="ab")},
+}
+
+
+@pytest.mark.parametrize("noised", NOISES)
+def test_noise_on_daemons_is_that_of_threads_bit_for_bit(cluster: Cluster, noised: str) -> None:
+    splitter = make_splitter("bert", dropout=0.0)
+    weights = splitter.initial_weights(seed=5)
+    cut = Cut(stops=(1, 2, 5), micro_batches=(1, 1, 1), schedule="1f1b")
+    steps = steps_of(splitter, cut, count=3)
+    result = cluster.train(splitter, order_of(cut, weights, ADAMW, **NOISES[noised]), steps)
+    losses, threads = train_split(splitter, weights, cut, steps, ADAMW, **NOISES[noised])
+    assert result.losses == losses
+    assert all(torch.equal(result.weights[key], tensor) for key, tensor in threads.items())
+    _, quiet = train_split(splitter, weights, cut, steps, ADAMW)
+    assert largest_difference(quiet, threads) > 1e-3
 
 
 def test_a_round_that_fails_leaves_no_session(cluster: Cluster) -> None:
