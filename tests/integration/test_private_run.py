@@ -16,6 +16,7 @@ from collapipe_flwr.core.keys import Value
 from collapipe_flwr.federation.privacy_account import Charge, count_epsilon, read_charges
 from collapipe_flwr.federation.run.learner import make_learner
 from collapipe_flwr.federation.strategy import CollaPipe
+from collapipe_flwr.pipeline.private_activations import PrivateActivations
 from tests.integration.conftest import RunApp, events_of
 from tests.integration.test_resume import die_and_resume
 from tests.integration.test_tasks import QUICK
@@ -151,3 +152,23 @@ def test_a_server_that_has_clusters_test_with_noise_on_activations_is_refused(
         run_app(noised(tmp_path, **{"evaluation.federated": True, "num-server-rounds": 1}))
     assert "aggregate_evaluate: Received 0 results and 2 failures" in caplog.text
     assert "covers examples of training alone" in caplog.text
+
+
+def test_a_control_unit_that_keeps_frozen_blocks_adds_noise_to_what_it_kept(
+    run_app: RunApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then no device is trusted; and what is read from the disk gets new noise at every visit."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    seen, perturb = [], PrivateActivations.__call__
+
+    def note(self: PrivateActivations, *given: Any) -> torch.Tensor:
+        seen.append((self._noise.behind, self._noise.secret, *self.at))
+        return perturb(self, *given)
+
+    monkeypatch.setattr(PrivateActivations, "__call__", note)
+    kept: dict[str, Value] = {"cache.max-gb": 1.0, "cache.dropout": "off"}
+    untrusted: dict[str, Value] = {"privacy.trusted-blocks": 0, "world.trusted": 0}
+    run_app(noised(tmp_path, **kept, **untrusted, **{"num-server-rounds": 2}))
+    assert len(set(seen)) == len(seen) > 0
+    assert {behind for behind, *_ in seen} == {0}
+    assert len({secret for _, secret, *_ in seen}) == 4  # of two clusters in two rounds
