@@ -49,6 +49,7 @@ from collapipe_flwr.federation.inner_state import (
     undo_nothing,
 )
 from collapipe_flwr.federation.late import LateUpdate, LateUpdates
+from collapipe_flwr.federation.open_round import OpenRound
 from collapipe_flwr.federation.planner import (
     DescribedClusters,
     KnownClusters,
@@ -66,7 +67,6 @@ from collapipe_flwr.federation.products import (
 from collapipe_flwr.federation.records import EXAMPLES, replace_content, restore_arrays
 from collapipe_flwr.federation.round import (
     ClosedRound,
-    OpenRound,
     RoundPlan,
     RoundRecord,
     metrics_as_dict,

@@ -43,8 +43,9 @@ from flwr.serverapp import Grid
 from collapipe_flwr.core.errors import ProtocolError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.federation.checkpoint import ComponentState
+from collapipe_flwr.federation.open_round import OpenRound
 from collapipe_flwr.federation.records import LATE, Sent, read_assignment, take_telemetry
-from collapipe_flwr.federation.round import ClosedRound, OpenRound
+from collapipe_flwr.federation.round import ClosedRound
 
 log = logging.getLogger("flwr.collapipe")
 REMEMBERED = 5  # rounds

@@ -18,12 +18,7 @@ from collapipe_flwr.core.errors import ModelError
 from collapipe_flwr.core.imports import path_of
 from collapipe_flwr.models.any_splitter import AnySplitter, DescribedModel
 from collapipe_flwr.models.decomposition import CLOSE, find_means, make_up_batch
-from collapipe_flwr.models.describing import (
-    describe_live,
-    describe_module,
-    keep_frozen,
-    take_first_examples,
-)
+from collapipe_flwr.models.describing import describe_live, keep_frozen
 from collapipe_flwr.models.foreign_errors import translate_errors
 from collapipe_flwr.models.live_models import (
     describe_adapters,
@@ -33,6 +28,7 @@ from collapipe_flwr.models.live_models import (
     unwrap_model,
 )
 from collapipe_flwr.models.module_call import list_arguments
+from collapipe_flwr.models.module_description import describe_module, take_first_examples
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.skeleton import build_module, make_example_inputs
 from collapipe_flwr.models.spec import FACTORS, BatchShape, ModelSpec, ModuleSpec
