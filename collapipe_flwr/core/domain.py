@@ -38,6 +38,7 @@ class BlockCost:
     stash_bytes: float  # activations kept between forward and backward
     output_bytes: float  # activations at the cut behind this piece, before a link codes them
     passing_bytes: float = 0.0  # what a pass holds besides for a moment, such as gradients
+    returns: bool = True  # whether a gradient comes back over that cut: not where nothing trains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

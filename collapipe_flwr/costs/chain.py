@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from collapipe_flwr.core.replay import StepTimes
-from collapipe_flwr.costs.arrays import Array, Ints
+from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.layouts import Hops, Layouts, gather_hops
 from collapipe_flwr.costs.makespan import compute_gpipe_makespan_s, compute_step_makespan_s
 from collapipe_flwr.costs.many_steps import ManySteps
@@ -124,6 +124,15 @@ def solve_powers(chain: Chain, edge_hz_r: Array, times: Array) -> Array:
     return np.where(chain.hops.used[:, :, None], np.minimum(power, chain.power_max_w), 0.0)
 
 
+def drop_silent(returns: Mask, times: Array) -> Array:
+    """Return hop times, (..., S + 1, 2), with 0 for gradients that do not come back.
+
+    What allots bandwidth and power takes both directions for equal, and so gives those links more.
+    """
+    ways = np.stack([np.ones_like(returns), returns], axis=-1)
+    return times if returns.all() else np.where(ways, times, 0.0)
+
+
 def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
     """Compute latency and energy of every row with the given hop times and powers.
 
@@ -131,7 +140,7 @@ def price_rows(chain: Chain, times: Array, powers: Array) -> RowPrices:
     """
     count = chain.rows.micro_batches_r.astype(np.float64)
     makespan = compute_makespan_s(chain, times)
-    hop_j = powers * times
+    hop_j = powers * drop_silent(chain.hops.returns, times)
     radiated = sum_radio_energy_j(chain.steps_r * count, hop_j[..., 0], hop_j[..., 1])
     if chain.tables.edges.home_m.any():  # those control units send gradients as well
         own_j = np.where(chain.hops.to_edge & ~chain.hops.shared, hop_j[..., 1], 0.0)
@@ -175,6 +184,7 @@ def compute_makespan_s(chain: Chain, times: Array) -> Array:
 
     ``times`` may have a leading axis of alternatives.
     """
+    times = drop_silent(chain.hops.returns, times)
     shape = (*times.shape[:-2], chain.forward_stage_s.shape[1])
     both = (chain.forward_stage_s, chain.backward_stage_s)
     stage_s = [np.broadcast_to(seconds, shape) for seconds in both]
@@ -194,7 +204,8 @@ def make_step_times(chain: Chain, times: Array, row: int) -> StepTimes:
     """Return one row's stage and hop times, without the padding."""
     stages = [*range(chain.rows.count_segments(row) + 1), -1]
     ahead, back = chain.forward_stage_s[row, stages], chain.backward_stage_s[row, stages]
-    hops = times[row, : len(stages) - 1]
+    last = len(stages) - 1
+    hops = drop_silent(chain.hops.returns[row, :last], times[row, :last])
     return StepTimes(
         stage_s=(tuple(ahead.tolist()), tuple(back.tolist())),
         hop_s=(tuple(hops[:, 0].tolist()), tuple(hops[:, 1].tolist())),
@@ -209,8 +220,8 @@ def _list_stages(chain: Chain, rows: Ints) -> list[int]:
 
 def _make_many_steps(chain: Chain, times: Array, rows: Ints, stages: list[int]) -> ManySteps:
     """Return `make_step_times` of many rows as arrays."""
-    hops = np.zeros((len(stages), len(rows), 2))
-    hops[:-1] = times[rows, : len(stages) - 1].swapaxes(0, 1)
+    hops, last = np.zeros((len(stages), len(rows), 2)), len(stages) - 1
+    hops[:-1] = drop_silent(chain.hops.returns[rows, :last], times[rows, :last]).swapaxes(0, 1)
     used_kr = np.arange(len(stages))[:, None] <= chain.rows.depth_r[rows]
     used_kr[-1] = True
     return ManySteps(

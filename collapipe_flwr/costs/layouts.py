@@ -129,6 +129,7 @@ class Hops:
     """Payload, parties and radio of every hop of every row; unused hops carry 0 bits."""
 
     used: Mask  # (R, S + 1)
+    returns: Mask  # (R, S + 1) whether a gradient comes back
     to_edge: Mask  # (R, S + 1)
     shared: Mask  # of these, those over the shared bandwidth: not to a control unit
     sender: Ints  # member index of the upstream party
@@ -156,6 +157,7 @@ def gather_hops(tables: Tables, rows: Layouts) -> Hops:
     bits = bits / share
     return Hops(
         used=used,
+        returns=tables.blocks.returns_l[cut],
         to_edge=to_edge,
         shared=to_edge & ~tables.edges.home_m[rows.cluster_r][:, None],
         sender=sender,

@@ -41,6 +41,7 @@ class BlockTable:
     state_bytes_l: Array
     stash_bytes_l: Array
     cut_bytes_l: Array  # uncoded, over the cut behind block l-1; entry 0 leaves the embedding
+    returns_l: Mask  # whether gradients come back over these cuts
     passing_bytes: float  # of the block with most
 
 
@@ -207,6 +208,7 @@ def tabulate_blocks(model: ModelProfile) -> BlockTable:
         state_bytes_l=prefix("state_bytes"),
         stash_bytes_l=prefix("stash_bytes"),
         cut_bytes_l=np.array(cuts, dtype=np.float64),
+        returns_l=np.array([part.returns for part in (model.embedding, *model.blocks)]),
         passing_bytes=max(block.passing_bytes for block in model.blocks),
     )
 

@@ -162,6 +162,7 @@ def _measure_cost(
         stash_bytes=passes.stash_bytes / examples,
         output_bytes=passes.output_size * ACTIVATION_BYTES / examples if sends else 0.0,
         passing_bytes=max(passes.peak_bytes - passes.stash_bytes, 0) / examples,
+        returns=passes.learns,
     )
 
 
@@ -174,6 +175,7 @@ class _Passes:
     stash_bytes: int
     peak_bytes: int
     output_size: int
+    learns: bool  # whether any parameter, here or ahead, needs the output's gradient
 
 
 def _run_counted(run: Callable[[], Tensor], parameters: Iterable[nn.Parameter]) -> _Passes:
@@ -202,6 +204,7 @@ def _run_counted(run: Callable[[], Tensor], parameters: Iterable[nn.Parameter]) 
         stash_bytes=sum(kept.values()),
         peak_bytes=live.peak_bytes,
         output_size=output.numel(),
+        learns=output.requires_grad,
     )
 
 
