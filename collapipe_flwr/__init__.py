@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collapipe_flwr.federation.run.sinks import Sinks as Sinks
     from collapipe_flwr.federation.strategy import CollaPipe as CollaPipe
     from collapipe_flwr.models.split_model import SplitModel as SplitModel
+    from collapipe_flwr.pipeline.config import CacheConfig as CacheConfig
     from collapipe_flwr.pipeline.config import Execution as Execution
     from collapipe_flwr.pipeline.optimizer import OptimizerConfig as OptimizerConfig
     from collapipe_flwr.pipeline.optimizer import ParameterGroup as ParameterGroup
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _HOMES = {
+    "CacheConfig": "pipeline.config",
     "Cluster": "federation.client.cluster",
     "CollaPipe": "federation.strategy",
     "CollaPipeError": "core.errors",

@@ -95,14 +95,15 @@ def split(model: Any, **choices: Any) -> SplitModel:
     return SplitModel(model, batch_size=6, length=8, **choices)
 
 
-def train(model: Any, adamw: bool, steps: int) -> tuple[Any, Any]:
+def train(model: Any, adamw: bool, steps: int, **choices: Any) -> tuple[Any, Any]:
     """Losses and adapters as peft saves them, of the parts and of the whole model."""
-    described = split(model)
+    described = split(model, **choices)
     batches = [answers(seed) for seed in range(steps)]
-    cut = [cut_up(batch, CUT.micro_batches) for batch in batches]
+    parts = [cut_up(batch, CUT.micro_batches) for batch in batches]
     rule = CALM if adamw else SGD
     weights = {key: tensor.clone() for key, tensor in described.weights().items()}
-    losses, trained = train_split(described.splitter, weights, CUT, cut, rule)
+    cut = replace(CUT, stops=CUT.stops[: described.splitter.num_blocks])
+    losses, trained = train_split(described.splitter, weights, cut, parts, rule)
     expected = by_hand(model, own_loss, batches, adamw)
     (adapter,) = model.peft_config
     saved = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
@@ -213,6 +214,16 @@ def test_half_of_an_adapter_may_be_frozen(base: str) -> None:
     (losses, ours), (expected, theirs) = train(model, adamw=True, steps=2)
     assert losses == near(expected)
     assert_near(ours, theirs)
+
+
+def test_blocks_without_adapters_may_stay_at_the_control_unit(base: str) -> None:
+    model = adapted(base, layers_to_transform=[1], target_modules=["q_proj", "up_proj"])
+    assert split(model, hold_frozen=True).splitter.held_blocks == 1
+    (losses, ours), (expected, theirs) = train(model, adamw=True, steps=3, hold_frozen=True)
+    assert losses == near(expected)
+    assert_near(ours, theirs)
+    with pytest.raises(ModelError, match="nothing can be kept of the lower blocks"):
+        split(adapted(base), hold_frozen=True)
 
 
 def test_a_head_that_was_tied_trains_apart_from_its_table(tmp_path: Path) -> None:
