@@ -26,7 +26,7 @@ from collapipe_flwr.core.imports import installed_versions
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.late import RoundDeadline
 from collapipe_flwr.federation.members import ClusterGrid, discover_clusters
-from collapipe_flwr.federation.planner import KnownClusters, Unplanned
+from collapipe_flwr.federation.planner import KnownClusters, Unplanned, profile_ranks
 from collapipe_flwr.federation.records import UnsplitTask, task_config
 from collapipe_flwr.federation.resuming import Checkpointed
 from collapipe_flwr.federation.run.learner import Evaluator, Learner, drawn_sentence, make_learner
@@ -140,9 +140,14 @@ def _find_clusters(
         return members, None
     kept_bytes = learning_settings(config, "", 1).count_kept_bytes
     model = profile_model(learner.splitter, learner.shape, kept_bytes)
-    whole = learner.splitter.whole_batches
     planner = make_planner(
-        config, model, clusters, members.clusters, whole_batches=whole, leaves_out=True
+        config,
+        model,
+        clusters,
+        members.clusters,
+        whole_batches=learner.splitter.whole_batches,
+        leaves_out=True,
+        of_rank=profile_ranks(learner.model, kept_bytes),
     )
     return members, planner
 

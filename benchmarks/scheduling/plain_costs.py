@@ -88,7 +88,7 @@ class PlainCosts:
         if planner.settings.half_duplex:
             raise NotImplementedError("rivals price full-duplex links")
         self.overlapped = planner.settings.schedule == "1f1b"
-        snapshot, members, blocks = tables.snapshot, tables.members, tables.blocks
+        snapshot, members, blocks = tables.snapshot, tables.members, tables.blocks.of(0)
         self.tables, self.clusters, self.num_blocks = tables, tables.num_clusters, tables.num_blocks
         self.devices = members.speed_mi.shape[1] - 1
         self.present = members.present_mi

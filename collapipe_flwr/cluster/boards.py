@@ -262,7 +262,7 @@ class Cut:
         part = f"block {start}" if stop == start + 1 else f"blocks {start}-{stop - 1}"
         blocks = [(block, flight) for block in self._model.blocks[start:stop]]
         # Plans count the same passing bytes for all blocks.
-        return self._load(board, part, *blocks, passing_bytes=self._table.passing_bytes)
+        return self._load(board, part, *blocks, passing_bytes=float(self._table.passing_bytes))
 
     def _segments(self, flight: float) -> Array:
         if flight not in self._needs:

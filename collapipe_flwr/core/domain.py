@@ -282,6 +282,11 @@ class Snapshot:
     edge: EdgeProfile  # of clusters without their own
     radio: RadioProfile
     clusters: tuple[ClusterSnapshot, ...]
+    models: Mapping[int, ModelProfile] = field(default_factory=dict)  # of other ranks of adapters
+
+    def model_of(self, profile: ClusterProfile) -> ModelProfile:
+        """Return the model with adapters of a cluster's rank."""
+        return self.models.get(profile.lora_rank, self.model)
 
     def edge_of(self, profile: ClusterProfile) -> EdgeProfile:
         """Return the edge of a cluster."""

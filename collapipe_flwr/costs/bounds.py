@@ -65,9 +65,9 @@ class ClusterBound:
         if not rounds:
             raise ValueError("a bound needs at least one round")
         tables = rounds[0]
-        members, model = tables.members, tables.snapshot.model
+        members = tables.members
         self.batches = batches
-        self._blocks, self._options = tables.blocks, options
+        self._blocks, self._options = tables.blocks.of(int(tables.model_m[m])), options
         self._tables, self._cluster = tables, m
         here = np.flatnonzero(members.present_mi[m, 1:]) + 1
         self.speed_n = members.speed_mi[m, here]
@@ -79,9 +79,9 @@ class ClusterBound:
         self._flop = sum_spans(again * self._blocks.forward_flop_l + self._blocks.backward_flop_l)
         self.air_r = [_time_air(each, m, here) for each in rounds]
         speed = (float(members.speed_mi[m, 0]), float(compute_edge_speeds(tables, options)[m]))
-        parts = (model.embedding, model.decoder)
+        parts = [end.of(m) for end in tables.ends]
         flops = [part.forward_flop + part.backward_flop for part in parts]
-        self._control_s, self._edge_s = (f / c for f, c in zip(flops, speed, strict=True))
+        self._control_s, self._edge_s = (float(f / c) for f, c in zip(flops, speed, strict=True))
         updates_s = sum(part.parameter_bytes / c for part, c in zip(parts, speed, strict=True))
         updates_s += self._blocks.parameter_bytes_l[-1] / self.speed_n.max()
         size_p, count_p = batches[:, 0].astype(float), batches[:, 1].astype(float)
@@ -256,7 +256,7 @@ def _time_air(tables: Tables, m: int, here: Ints) -> Air:
     """Return the shortest radio times of cluster ``m``, at full power with all of the band."""
     noise, power = tables.snapshot.radio.noise_w_per_hz, tables.members.power_max_mi[m]
     gain, width, edge = tables.gain_mij[m], tables.d2d_hz_mij[m], tables.edge
-    cut = tables.blocks.cut_bytes_l
+    cut = tables.blocks.cut_bytes_l[tables.model_m[m]]
 
     def seconds(size: float, ends: tuple[Ints, Ints], hz: Array, power_w: Array) -> Array:
         """Time ``size`` uncoded bytes on every link between ``ends``, with the link's codec."""
@@ -288,6 +288,7 @@ def _time_air(tables: Tables, m: int, here: Ints) -> Air:
 
 def _time_weights_s(tables: Tables, m: int, ends: tuple[Ints, Ints], power_w: Array) -> Array:
     """Compute the seconds that the blocks' weights take over each of these links."""
-    bits = 8.0 * tables.blocks.parameter_bytes_l[-1] / tables.share_mij[m, 0, np.maximum(*ends)]
+    whole = tables.blocks.parameter_bytes_l[tables.model_m[m], -1]
+    bits = 8.0 * whole / tables.share_mij[m, 0, np.maximum(*ends)]
     snr = power_w * tables.gain_mij[m][ends] / tables.snapshot.radio.noise_w_per_hz
     return compute_send_time_s(bits, tables.d2d_hz_mij[m, 0, np.maximum(*ends)], snr)

@@ -153,11 +153,12 @@ def gather_hops(tables: Tables, rows: Layouts) -> Hops:
     link = (rows.cluster_r[:, None], sender, receiver)
     codec = tables.codec_mij[link]
     share = tables.share_mij[link]
-    bits = 8.0 * rows.micro_batch_size_r[:, None] * tables.blocks.cut_bytes_l[cut] * SHARES[codec]
+    at = tables.model_m[rows.cluster_r][:, None], cut
+    bits = 8.0 * rows.micro_batch_size_r[:, None] * tables.blocks.cut_bytes_l[at] * SHARES[codec]
     bits = bits / share
     return Hops(
         used=used,
-        returns=tables.blocks.returns_l[cut],
+        returns=tables.blocks.returns_l[at],
         to_edge=to_edge,
         shared=to_edge & ~tables.edges.home_m[rows.cluster_r][:, None],
         sender=sender,
@@ -186,13 +187,14 @@ def scatter_members(values_rs: Array, rows: Layouts, shape: tuple[int, ...]) -> 
 
 
 def sum_spans(prefix_l: Array) -> Array:
-    """Sum a per-block quantity over blocks l..k-1 for all l and k, (L + 1, L + 1)."""
-    return np.asarray(prefix_l[None, :] - prefix_l[:, None])
+    """Sum a per-block quantity over blocks l..k-1 for all l and k, (..., L + 1, L + 1)."""
+    return np.asarray(prefix_l[..., None, :] - prefix_l[..., :, None])
 
 
-def sum_segments(prefix_l: Array, rows: Layouts) -> Array:
-    """Sum a per-block quantity over each slot's segment, (R, S); 0 on unused slots."""
-    return np.asarray(prefix_l[rows.stop_rs] - prefix_l[rows.first_rs])
+def sum_segments(tables: Tables, prefix_l: Array, rows: Layouts) -> Array:
+    """Sum a quantity of all models' blocks over each slot's segment, (R, S); 0 on unused slots."""
+    model = tables.model_m[rows.cluster_r][:, None]
+    return np.asarray(prefix_l[model, rows.stop_rs] - prefix_l[model, rows.first_rs])
 
 
 def select_clusters(snapshot: Snapshot, cluster_ids: Sequence[str]) -> Snapshot:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from collapipe_flwr.core.domain import (
+    BlockCost,
     ClusterProfile,
     ClusterSnapshot,
     EdgeProfile,
@@ -32,7 +33,10 @@ FEW_CLUSTERS = 20  # with more, there is no time to replay all candidates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
-    """Prefix sums over blocks, per example; entry l covers blocks ``0 .. l-1``."""
+    """Prefix sums over blocks, per example; entry l covers blocks ``0 .. l-1``.
+
+    Those of several models have these on another axis in front.
+    """
 
     count_l: Array  # l
     forward_flop_l: Array
@@ -42,7 +46,27 @@ class BlockTable:
     stash_bytes_l: Array
     cut_bytes_l: Array  # uncoded, over the cut behind block l-1; entry 0 leaves the embedding
     returns_l: Mask  # whether gradients come back over these cuts
-    passing_bytes: float  # of the block with most
+    passing_bytes: Array  # of the block with most, ()
+
+    def of(self, model: int) -> BlockTable:
+        """Return the sums of one of several models."""
+        return BlockTable(**{f.name: getattr(self, f.name)[model] for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndTable:
+    """What every cluster's embedding, or its decoder, costs per example; as `BlockCost`, (M,)."""
+
+    forward_flop: Array
+    backward_flop: Array
+    parameter_bytes: Array
+    state_bytes: Array
+    stash_bytes: Array
+    passing_bytes: Array
+
+    def of(self, clusters: Ints | int) -> EndTable:
+        """Return the costs in these clusters."""
+        return EndTable(**{f.name: getattr(self, f.name)[clusters] for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +104,11 @@ class Tables:
     """Everything that prices a plan, as arrays."""
 
     snapshot: Snapshot
-    blocks: BlockTable
+    models: tuple[ModelProfile, ...]  # that clusters train
+    model_m: Ints  # the place of each cluster's among these
+    blocks: BlockTable  # of these models
+    embeddings: EndTable
+    decoders: EndTable
     members: MemberTable
     edges: EdgeTable
     gain_mij: Array  # (M, I, I + 1): the last receiver is the edge
@@ -105,6 +133,11 @@ class Tables:
         """Encoder blocks of the model."""
         return len(self.snapshot.model.blocks)
 
+    @property
+    def ends(self) -> tuple[EndTable, EndTable]:
+        """Embeddings and decoders."""
+        return self.embeddings, self.decoders
+
     def list_names(self, clusters: Iterable[int]) -> list[str]:
         """Return the ids of the clusters with these indices."""
         return [self.snapshot.clusters[m].profile.cluster_id for m in clusters]
@@ -128,19 +161,44 @@ def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
     gains = [(c.channel.d2d_gain, c.channel.edge_gain) for c in clusters]
     shares = [None if c.links is None else (c.links.d2d, c.links.edge) for c in clusters]
     d2d_hz = _tabulate_d2d(clusters)
+    models, model_m = _list_models(snapshot)
+    blocks = stack_blocks(models)
+    embeddings = _tabulate_ends([model.embedding for model in models], model_m)
+    decoders = _tabulate_ends([model.decoder for model in models], model_m)
     return Tables(
         snapshot=snapshot,
-        blocks=tabulate_blocks(snapshot.model),
+        models=models,
+        model_m=model_m,
+        blocks=blocks,
+        embeddings=embeddings,
+        decoders=decoders,
         members=members,
         edges=_tabulate_edges(snapshot),
         gain_mij=np.maximum(_tabulate_links(gains, d2d_hz.shape, TINY_GAIN), TINY_GAIN),
         d2d_hz_mij=d2d_hz,
         codec_mij=np.tile(np.array(codecs, np.int64)[:, None, None], (1, *d2d_hz.shape[1:])),
         share_mij=_tabulate_links(shares, d2d_hz.shape, 1.0),
-        server_rate_m=_compute_server_rates(snapshot),
+        server_rate_m=_compute_server_rates(
+            snapshot,
+            embeddings.parameter_bytes + blocks.parameter_bytes_l[model_m, -1],
+            decoders.parameter_bytes,
+        ),
         examples_m=np.array([c.profile.examples for c in clusters], dtype=np.float64),
         most_share_m=np.full(len(clusters), np.inf),
     )
+
+
+def _list_models(snapshot: Snapshot) -> tuple[tuple[ModelProfile, ...], Ints]:
+    """List the models that clusters train, and the place of each cluster's, (M,)."""
+    trained = [snapshot.model_of(cluster.profile) for cluster in snapshot.clusters]
+    places = {id(model): model for model in trained}
+    order = {found: place for place, found in enumerate(places)}
+    return tuple(places.values()), np.array([order[id(model)] for model in trained], np.int64)
+
+
+def _tabulate_ends(costs: Sequence[BlockCost], model_m: Ints) -> EndTable:
+    columns = {f.name: [float(getattr(c, f.name)) for c in costs] for f in fields(EndTable)}
+    return EndTable(**{name: np.array(column)[model_m] for name, column in columns.items()})
 
 
 def _tabulate_edges(snapshot: Snapshot) -> EdgeTable:
@@ -174,22 +232,28 @@ def compute_round_trip_bit_per_s(profile: ClusterProfile) -> float:
     return 2.0 * profile.server_rate_bit_per_s / (1.0 + WIRE_SHARE[profile.update_codec])
 
 
-def _compute_server_rates(snapshot: Snapshot) -> Array:
+def _compute_server_rates(snapshot: Snapshot, whole_m: Array, decoder_m: Array) -> Array:
     """Compute the rates that make embedding and blocks take as long as all that a round sends.
 
     Besides these a round takes its overhead and, with real machines, the decoder's weights. A
     simulated edge stands beside the server, as in the paper, unless it is the control unit.
     """
-    model, profiles = snapshot.model, [c.profile for c in snapshot.clusters]
-    bits = 16.0 * sum(part.parameter_bytes for part in (model.embedding, *model.blocks))
+    profiles = [c.profile for c in snapshot.clusters]
     rate = np.array(
         [compute_round_trip_bit_per_s(profile) for profile in profiles], dtype=np.float64
     )
     overhead = np.array([profile.overhead_s for profile in profiles], dtype=np.float64)
     apart = [profile.real_links or profile.edge_at_home for profile in profiles]
     far = np.array(apart, dtype=np.float64)
-    more_bits = overhead * rate + far * 16.0 * model.decoder.parameter_bytes
-    return rate / (1.0 + more_bits / max(bits, 1.0))
+    more_bits = overhead * rate + far * 16.0 * decoder_m
+    return np.asarray(rate / (1.0 + more_bits / np.maximum(16.0 * whole_m, 1.0)))
+
+
+def stack_blocks(models: Sequence[ModelProfile]) -> BlockTable:
+    """Tabulate prefix sums over the blocks of several models."""
+    tables = [tabulate_blocks(model) for model in models]
+    names = [f.name for f in fields(BlockTable)]
+    return BlockTable(**{name: np.stack([getattr(t, name) for t in tables]) for name in names})
 
 
 def tabulate_blocks(model: ModelProfile) -> BlockTable:
@@ -209,7 +273,7 @@ def tabulate_blocks(model: ModelProfile) -> BlockTable:
         stash_bytes_l=prefix("stash_bytes"),
         cut_bytes_l=np.array(cuts, dtype=np.float64),
         returns_l=np.array([part.returns for part in (model.embedding, *model.blocks)]),
-        passing_bytes=max(block.passing_bytes for block in model.blocks),
+        passing_bytes=np.array(max(block.passing_bytes for block in model.blocks)),
     )
 
 
@@ -268,14 +332,21 @@ def _tabulate_d2d(clusters: tuple[ClusterSnapshot, ...]) -> Array:
 
 
 def _check(snapshot: Snapshot) -> None:
-    radio, edge, model = snapshot.radio, snapshot.edge, snapshot.model
+    radio, edge = snapshot.radio, snapshot.edge
     if not snapshot.clusters:
         raise ScheduleError("no cluster is connected: nothing can be planned; start a cluster")
-    if not model.blocks:
-        raise ScheduleError("the model has no encoder blocks: choose a model with at least one")
     _check_distinct("cluster ids", [c.profile.cluster_id for c in snapshot.clusters])
     _check_positive("the radio's", radio, "bandwidth_hz", "noise_w_per_hz")
     _check_edge("the edge's", edge)
+    for model in (snapshot.model, *snapshot.models.values()):
+        _check_model(model)
+    for cluster in snapshot.clusters:
+        _check_cluster(f"cluster {cluster.profile.cluster_id!r}", cluster)
+
+
+def _check_model(model: ModelProfile) -> None:
+    if not model.blocks:
+        raise ScheduleError("the model has no encoder blocks: choose a model with at least one")
     blocks = {f"block {index}": block for index, block in enumerate(model.blocks)}
     for name, cost in {"embedding": model.embedding, "decoder": model.decoder, **blocks}.items():
         for field in (
@@ -286,8 +357,6 @@ def _check(snapshot: Snapshot) -> None:
             "passing_bytes",
         ):
             _check_not_negative(f"{name}: {field}", getattr(cost, field))
-    for cluster in snapshot.clusters:
-        _check_cluster(f"cluster {cluster.profile.cluster_id!r}", cluster)
 
 
 def _check_cluster(where: str, cluster: ClusterSnapshot) -> None:

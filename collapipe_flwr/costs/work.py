@@ -2,8 +2,8 @@
 
 Stages are the control unit (embedding), the segment slots and the edge (decoder), (R, S + 2). An
 edge that is no member is mains-powered and the link to the Flower server is no battery-driven
-radio: neither counts in energies. A control unit that is the edge is one processor, which spends
-the energy of both parts (`find_busier_end`). Our reconstruction.
+radio: neither counts in energies. A control unit that is the edge is one processor
+(`find_busier_ends`), which spends the energy of both parts. Our reconstruction.
 
 A pass of a micro-batch of s examples through a stage of n blocks takes ``s FLOP / speed`` plus n
 times the overhead of its device: what starting an operation costs, however small its operands are.
@@ -38,7 +38,7 @@ from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.layouts import Layouts, gather_members, sum_segments, sum_spans
 from collapipe_flwr.costs.radio import compute_send_time_s
-from collapipe_flwr.costs.tables import BlockTable, Tables
+from collapipe_flwr.costs.tables import BlockTable, EndTable, Tables
 
 SAME = 1e-12  # relative: a plan may hold its share exactly
 OPTIMISER_FLOP_PER_BYTE = 3.0  # AdamW: about 12 operations on each 4-byte parameter
@@ -86,21 +86,21 @@ def price_computing(
     Seconds are those of a micro-batch forward and backward, (R, S + 2) each, and of all stages'
     optimisers in one step, (R,).
     """
-    model, blocks = tables.snapshot.model, tables.blocks
-    ends = (model.embedding, model.decoder)
+    blocks, cluster = tables.blocks, rows.cluster_r
+    ends = [end.of(cluster) for end in tables.ends]
 
-    def stages(prefix_l: Array, values: list[float]) -> Array:
-        first, last = (np.full((len(rows), 1), value) for value in values)
-        return np.concatenate([first, sum_segments(prefix_l, rows), last], axis=1)
+    def stages(prefix_l: Array, values: list[Array]) -> Array:
+        first, last = (value[:, None] for value in values)
+        return np.concatenate([first, sum_segments(tables, prefix_l, rows), last], axis=1)
 
     forward = stages(blocks.forward_flop_l, [end.forward_flop for end in ends])
     backward = stages(blocks.backward_flop_l, [end.backward_flop for end in ends])
-    count = stages(blocks.count_l, [1.0, 1.0])
+    count = stages(blocks.count_l, [np.ones(len(rows))] * 2)
     ahead, back = AHEAD * count, BACK * count
     if options.recompute:
         backward[:, 1:-1] += forward[:, 1:-1]
         back[:, 1:-1] += ahead[:, 1:-1]
-    parameters = stages(blocks.parameter_bytes_l, [float(end.parameter_bytes) for end in ends])
+    parameters = stages(blocks.parameter_bytes_l, [end.parameter_bytes for end in ends])
     optimiser = OPTIMISER_FLOP_PER_BYTE * parameters
     edge = compute_edge_speeds(tables, options)[rows.cluster_r][:, None]
     members = gather_members(tables.members.speed_mi, rows, padding=1.0)
@@ -115,21 +115,22 @@ def price_computing(
     joule = count_steps(tables, rows)[:, None] * np.concatenate([members, edge], axis=1)
     forward_s = size * forward / speed + ahead * overhead
     backward_s = size * backward / speed + back * overhead
-    home = tables.edges.home_m[rows.cluster_r]
+    home = tables.edges.home_m[cluster]
+    busier = find_busier_ends(tables)[cluster][home]
     for seconds in (forward_s, backward_s):
-        seconds[home, find_busier_end(model)] = (seconds[:, 0] + seconds[:, -1])[home]
+        seconds[home, busier] = (seconds[:, 0] + seconds[:, -1])[home]
     flop[home, 0] += flop[home, -1]
     return forward_s, backward_s, (optimiser / speed).sum(1), joule * flop
 
 
-def find_busier_end(model: ModelProfile) -> int:
-    """Return the stage, 0 or -1, whose passes stand for both where one processor runs both.
+def find_busier_ends(tables: Tables) -> Ints:
+    """Return the stage, 0 or -1, whose passes stand for both where one processor runs both, (M,).
 
     It is as busy as both, so that it paces the pipeline as that does. Only in the first and the
     last moments of a step the lighter part's pass counts twice.
     """
-    first, last = (e.forward_flop + e.backward_flop for e in (model.embedding, model.decoder))
-    return 0 if first > last else -1
+    first, last = (end.forward_flop + end.backward_flop for end in tables.ends)
+    return np.where(first > last, 0, -1)
 
 
 def compute_edge_speeds(tables: Tables, options: PricingOptions) -> Array:
@@ -169,7 +170,8 @@ def price_bulk(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
 
 def compute_server_s(tables: Tables, clusters: Ints | int) -> Array:
     """Return the seconds that weights take from the Flower server to ``clusters`` and back."""
-    whole = tables.snapshot.model.embedding.parameter_bytes + tables.blocks.parameter_bytes_l[-1]
+    blocks = tables.blocks.parameter_bytes_l[tables.model_m[clusters], -1]
+    whole = tables.embeddings.parameter_bytes[clusters] + blocks
     return np.asarray(2.0 * 8.0 * whole / tables.server_rate_m[clusters])
 
 
@@ -178,7 +180,7 @@ def compute_hand_out_s(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
     cluster = rows.cluster_r
     member = np.maximum(rows.member_rs, 0)
     share = tables.share_mij[cluster[:, None], 0, member]
-    bits = 8.0 * sum_segments(tables.blocks.parameter_bytes_l, rows) / share
+    bits = 8.0 * sum_segments(tables, tables.blocks.parameter_bytes_l, rows) / share
     width = tables.d2d_hz_mij[cluster[:, None], 0, member]
     noise = tables.snapshot.radio.noise_w_per_hz
     gain_out = tables.gain_mij[cluster[:, None], 0, member]
@@ -203,28 +205,33 @@ def count_peak_bytes(
     tables: Tables, rows: Layouts, options: PricingOptions, flight_rs: Array
 ) -> Array:
     """Return peak bytes of every stage, (R, S + 2), with ``flight_rs`` micro-batches in flight."""
-    model, size = tables.snapshot.model, rows.micro_batch_size_r[:, None].astype(np.float64)
-    state = sum_segments(tables.blocks.state_bytes_l, rows)
+    size_r, cluster = rows.micro_batch_size_r.astype(np.float64), rows.cluster_r
+    state = sum_segments(tables, tables.blocks.state_bytes_l, rows)
     kept_l, once = count_kept_bytes(tables.blocks, options)
-    stash = size * (flight_rs[:, 1:-1] * sum_segments(kept_l, rows) + once * rows.used_rs)
-    ends = []
-    for cost, flight in ((model.embedding, flight_rs[:, :1]), (model.decoder, flight_rs[:, -1:])):
-        ends.append(count_end_bytes(cost, size, flight))
-    return np.concatenate([ends[0], state + stash, ends[1]], axis=1)
+    once_r = once[tables.model_m[cluster]][:, None]
+    kept = flight_rs[:, 1:-1] * sum_segments(tables, kept_l, rows) + once_r * rows.used_rs
+    first, last = (
+        count_end_bytes(end.of(cluster), size_r, flight)[:, None]
+        for end, flight in zip(tables.ends, (flight_rs[:, 0], flight_rs[:, -1]), strict=True)
+    )
+    return np.concatenate([first, state + size_r[:, None] * kept, last], axis=1)
 
 
-def count_end_bytes(cost: BlockCost, size: Array | float, flight: Array | float) -> Array:
+def count_end_bytes(
+    cost: BlockCost | EndTable, size: Array | float, flight: Array | float
+) -> Array:
     """Return peak bytes of embedding or decoder, ``flight`` micro-batches of ``size`` in flight."""
     each = np.asarray(flight) * cost.stash_bytes + cost.passing_bytes
     return np.asarray(cost.state_bytes + size * each)
 
 
-def count_kept_bytes(blocks: BlockTable, options: PricingOptions) -> tuple[Array, float]:
+def count_kept_bytes(blocks: BlockTable, options: PricingOptions) -> tuple[Array, Array]:
     """Return bytes per example: prefix sums of what stays in flight, and what a pass adds."""
     if not options.recompute:
         return blocks.stash_bytes_l, blocks.passing_bytes
-    inputs_l = np.concatenate([[0.0], np.cumsum(blocks.cut_bytes_l[:-1])])
-    return inputs_l, float(np.diff(blocks.stash_bytes_l).max()) + blocks.passing_bytes
+    inputs_l = np.zeros_like(blocks.cut_bytes_l)
+    np.cumsum(blocks.cut_bytes_l[..., :-1], axis=-1, out=inputs_l[..., 1:])
+    return inputs_l, np.diff(blocks.stash_bytes_l).max(-1) + blocks.passing_bytes
 
 
 def count_segment_bytes(
@@ -262,7 +269,7 @@ def count_share_bytes(
     options: PricingOptions,
 ) -> Array:
     """Return the cap on a device's bytes: a share of the whole model with these micro-batches."""
-    whole = count_whole_bytes(tables, size, count, options)
+    whole = count_whole_bytes(tables, clusters, size, count, options)
     return np.asarray(tables.most_share_m[clusters] * whole * (1.0 + SAME))
 
 
@@ -308,18 +315,26 @@ def find_least_flight(count: ArrayLike, behind: ArrayLike, options: PricingOptio
 
 
 def count_whole_bytes(
-    tables: Tables, size: ArrayLike, count: ArrayLike, options: PricingOptions
+    tables: Tables,
+    clusters: Ints | int,
+    size: ArrayLike,
+    count: ArrayLike,
+    options: PricingOptions,
 ) -> Array:
-    """Return the bytes that training the whole model on one device takes.
+    """Return the bytes that training a cluster's whole model on one device takes.
 
     With ``count`` micro-batches of ``size``: all in flight under GPipe, one at a time under 1F1B.
     """
-    model, flight = tables.snapshot.model, np.asarray(count if options.schedule == "gpipe" else 1)
+    model, flight = (
+        tables.model_m[clusters],
+        np.asarray(count if options.schedule == "gpipe" else 1),
+    )
     kept_l, once = count_kept_bytes(tables.blocks, options)
-    ends = (model.embedding, model.decoder)
-    state = tables.blocks.state_bytes_l[-1] + sum(end.state_bytes for end in ends)
-    stash = kept_l[-1] + sum(end.stash_bytes for end in ends)
-    once -= tables.blocks.passing_bytes  # shares are of kept bytes only
+    first, last = (end.of(clusters) for end in tables.ends)
+    blocks = tables.blocks.state_bytes_l[model, -1]
+    state = blocks + (first.state_bytes + last.state_bytes)
+    stash = kept_l[model, -1] + (first.stash_bytes + last.stash_bytes)
+    once = (once - tables.blocks.passing_bytes)[model]  # shares are of kept bytes only
     return np.asarray(state + np.asarray(size, dtype=np.float64) * (flight * stash + once))
 
 

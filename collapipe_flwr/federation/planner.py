@@ -37,9 +37,10 @@ from collapipe_flwr.federation.arrays import averaging_view
 from collapipe_flwr.federation.checkpoint import ComponentState
 from collapipe_flwr.federation.hook_options import WITHOUT_MODEL
 from collapipe_flwr.federation.members import NO_CLUSTER, Newcomers, find_namesakes
+from collapipe_flwr.federation.products import with_rank
 from collapipe_flwr.federation.round import ClosedRound, RoundPlan
 from collapipe_flwr.models.any_splitter import DescribedModel
-from collapipe_flwr.models.profile import profile_model
+from collapipe_flwr.models.profile import StateBytes, profile_model
 from collapipe_flwr.scheduler.base import Policy
 from collapipe_flwr.scheduler.controller import ControllerState, RoundController
 from collapipe_flwr.scheduler.edges import with_divided_memory
@@ -57,6 +58,7 @@ from collapipe_flwr.simulation.world import (
 log = logging.getLogger("flwr.collapipe")
 DESCRIBE_S = 300.0  # for nodes to describe their clusters: a weak board imports for minutes
 MOST_MICRO_BATCHES = 8  # of a user's batch: the overhead of each is unknown in the first rounds
+RankProfile = Callable[[int, str], ModelProfile]  # of a rank, which this cluster has
 _UNKNOWN = ModelProfile(embedding=NOTHING, blocks=(), decoder=NOTHING)
 
 
@@ -161,11 +163,16 @@ class KnownClusters:
 
     ``clusters`` maps node ids to cluster ids; other nodes are never asked. It may change between
     rounds, when a cluster reconnects as another node. Devices that join a cluster get the energy
-    budget of ``planning``.
+    budget of ``planning``. ``of_rank`` profiles the model with adapters of a cluster's own rank.
     """
 
     def __init__(
-        self, planning: Planning, world: World, model: ModelProfile, clusters: Mapping[int, str]
+        self,
+        planning: Planning,
+        world: World,
+        model: ModelProfile,
+        clusters: Mapping[int, str],
+        of_rank: RankProfile | None = None,
     ) -> None:
         self.world = world
         self.controller = RoundController(
@@ -175,6 +182,7 @@ class KnownClusters:
         self._model = model
         self._clusters = clusters
         self._kept: dict[str, float] = {}  # share of the next round's visits, see `CacheUse`
+        self._of_rank = of_rank
 
     def plan(self, server_round: int, nodes: Sequence[int]) -> RoundPlan:
         """Plan for the clusters behind ``nodes``; raises ScheduleError."""
@@ -274,21 +282,28 @@ class KnownClusters:
         present = [name for name in names if name in known]
         # The cluster with least in its cache decides when the round is over.
         kept = min((self._kept.get(name, 0.0) for name in present), default=0.0)
-        first = self._model.embedding
-        first = replace(first, forward_flop=(1.0 - kept) * first.forward_flop)
-        model = replace(self._model, embedding=first)
-        return self.world.snapshot(server_round, model, present)
+        models = {
+            profile.lora_rank: _spare(self._of_rank(profile.lora_rank, profile.cluster_id), kept)
+            for profile in self.world.clusters
+            if self._of_rank is not None and profile.lora_rank and profile.cluster_id in present
+        }
+        return self.world.snapshot(server_round, _spare(self._model, kept), present, models)
 
 
 class DescribedClusters(KnownClusters):
     """A :class:`RoundPlanner` that asks unknown nodes for their descriptions first."""
 
-    def __init__(self, planning: Planning, model: Callable[[], ModelProfile]) -> None:
+    def __init__(
+        self,
+        planning: Planning,
+        model: Callable[[], ModelProfile],
+        of_rank: RankProfile | None = None,
+    ) -> None:
         self._profiled = model
         self._names: dict[int, str] = {}  # by node
         self._newcomers: Newcomers | None = None
         world = make_world(cluster_devices=(), examples=())
-        super().__init__(planning, world, _UNKNOWN, self._names)
+        super().__init__(planning, world, _UNKNOWN, self._names, of_rank)
 
     def query_unknown(self, grid: Grid, nodes: Sequence[int]) -> bool:
         """Query unknown nodes; returns whether any of ``nodes`` has described a cluster.
@@ -408,7 +423,27 @@ def planner_of(
         lambda: planning.check(
             profile_model(model.splitter, model.shape, first.optimizer.state_bytes)
         ),
+        profile_ranks(model, first.optimizer.state_bytes),
     )
+
+
+def profile_ranks(model: DescribedModel, state_bytes: StateBytes) -> RankProfile:
+    """Return what profiles the model with adapters of a rank, once; raises ConfigError."""
+    known: dict[int, ModelProfile] = {}
+
+    def profile(rank: int, cluster_id: str) -> ModelProfile:
+        if rank not in known:
+            splitter = with_rank(model, rank, cluster_id).splitter
+            known[rank] = profile_model(splitter, model.shape, state_bytes)
+        return known[rank]
+
+    return profile
+
+
+def _spare(model: ModelProfile, kept: float) -> ModelProfile:
+    """Return the costs of a model whose first part is computed already for a share of visits."""
+    first = model.embedding
+    return replace(model, embedding=replace(first, forward_flop=(1.0 - kept) * first.forward_flop))
 
 
 def _devices(profile: ClusterProfile) -> set[str]:

@@ -70,20 +70,24 @@ class _Searches:
     def __init__(self, scorer: Scorer, like: Layouts, late_t: Array) -> None:
         self.scorer, self.like, self.tables = scorer, like, scorer.tables
         blocks, again = self.tables.blocks, float(scorer.options.recompute)
+        model_c = self.tables.model_m[like.cluster_r]
+        if len(self.tables.models) == 1:
+            model_c = model_c[:1]  # one column for all
 
         def last(sum_l: Array) -> Array:
-            return np.asarray(sum_l[-1] - sum_l[::-1])[:, None]
+            return np.asarray(sum_l[:, -1:] - sum_l[:, ::-1])[model_c].T
 
         self.flop_l = last((1.0 + again) * blocks.forward_flop_l + blocks.backward_flop_l)
         self.starts_l = (1.0 + AHEAD * again) * last(blocks.count_l)  # of operations
         self.weights_l = last(blocks.parameter_bytes_l)
-        kept_l, self.once = count_kept_bytes(blocks, scorer.options)
+        kept_l, once = count_kept_bytes(blocks, scorer.options)
+        self.once = once[model_c]
         self.state_l, self.kept_l = last(blocks.state_bytes_l), last(kept_l)
         self.size = like.micro_batch_size_r.astype(np.float64)
         self.count = like.micro_batches_r.astype(np.float64)
         self.steps = count_steps(self.tables, like)
         self.second = HURRY * scorer.slope_m[like.cluster_r]
-        self.bits_lc = np.maximum(8.0 * self.size * blocks.cut_bytes_l[::-1, None], 1.0)
+        self.bits_lc = np.maximum(8.0 * self.size * blocks.cut_bytes_l[model_c, ::-1].T, 1.0)
         self.late_cost = (self.count - 1.0) * self.second * self.steps  # of a hop's second
         most_ltc = self._stage_seconds(late_t)
         self.spared_ltc = (self.late_cost * most_ltc).astype(np.float32)
@@ -104,7 +108,7 @@ class _Searches:
         before = total[:, None] if options.schedule == "gpipe" else np.cumsum(stage, axis=1) - stage
         longest = (self.count[:, None] * stage + before).max(1)
         rest = self.scorer.estimates(like).latency / self.steps - longest
-        blocks = self.tables.blocks.count_l
+        blocks = self.tables.blocks.count_l[0]
         part = np.ones_like(blocks) if options.schedule == "gpipe" else blocks[::-1] / blocks[-1]
         ahead_lc = part[:, None] * total
         return np.asarray((late_t[:, None] / self.steps - rest - ahead_lc[:, None, :]) / self.count)

@@ -350,7 +350,9 @@ class RoundController:
     ) -> ClusterOutcome:
         """Compute the outcome of a cluster of machines."""
         links = tuple(link_samples(plan, measured, paced=self._paced))
-        return measured_outcome(plan, priced, measured, profile, seen.model, links=links)
+        return measured_outcome(
+            plan, priced, measured, profile, seen.model_of(profile), links=links
+        )
 
     def _with_expected(self, found: ClusterOutcome) -> ClusterOutcome:
         """Add the stage times that the scheduler expected."""

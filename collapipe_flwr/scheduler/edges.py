@@ -200,7 +200,7 @@ class EdgeChoice:
             return plan
         rest = ReplanInput(
             profile=cluster.profile,
-            model=self._snapshot.model,
+            model=self._snapshot.model_of(cluster.profile),
             present=ids,
         )
         try:
@@ -300,9 +300,9 @@ def on_edges(snapshot: Snapshot, chosen: Chosen, links: LinkEstimates) -> Snapsh
 
     ``links`` are what is known of its links. The snapshot itself where nobody has a choice.
     """
-    model = snapshot.model
     clusters = tuple(
-        _on_edge(c, chosen.get(c.profile.cluster_id), model) for c in snapshot.clusters
+        _on_edge(c, chosen.get(c.profile.cluster_id), snapshot.model_of(c.profile))
+        for c in snapshot.clusters
     )
     if all(map(is_, clusters, snapshot.clusters)):
         return snapshot

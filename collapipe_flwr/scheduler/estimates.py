@@ -99,7 +99,7 @@ def with_profiles(
     after = _with_claims(snapshot, estimates, memory)
     clusters = tuple(_planned_cluster(cluster, after) for cluster in snapshot.clusters)
     paces = {
-        c.profile.cluster_id: _block_s(c.profile, snapshot.model)
+        c.profile.cluster_id: _block_s(c.profile, snapshot.model_of(c.profile))
         for c in clusters
         if c.profile.real_links
     }

@@ -9,7 +9,7 @@ from math import comb, perm
 import numpy as np
 
 from collapipe_flwr.costs.arrays import Array, Ints
-from collapipe_flwr.costs.layouts import UNUSED, Layouts
+from collapipe_flwr.costs.layouts import UNUSED, Layouts, stack_layouts
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import PricingOptions, count_kept_bytes, count_share_bytes
 from collapipe_flwr.scheduler.problem import PlanningProblem
@@ -107,12 +107,18 @@ def filled_rows(
     the devices do not hold all blocks are left out. Under 1F1B blocks are handed out from the last
     one on: what a stage has in flight depends on the stages behind it.
     """
+    if len(here := np.unique(tables.model_m[which])) > 1:
+        groups = [tables.model_m[which] == model for model in here]
+        return stack_layouts(
+            [filled_rows(tables, options, which[g], order_cn[g], cap_c[g], batch) for g in groups]
+        )
     (size, count), gpipe = batch, options.schedule == "gpipe"
-    flop_l = tables.blocks.forward_flop_l + tables.blocks.backward_flop_l
-    kept_l, once = count_kept_bytes(tables.blocks, options)
+    table = tables.blocks.of(int(here[0]) if len(here) else 0)
+    flop_l = table.forward_flop_l + table.backward_flop_l
+    kept_l, once = count_kept_bytes(table, options)
     flop_l, state_l, kept_l = (
         sum_l if gpipe else sum_l[-1] - sum_l[::-1]
-        for sum_l in (flop_l, tables.blocks.state_bytes_l, kept_l)
+        for sum_l in (flop_l, table.state_bytes_l, kept_l)
     )
     members, blocks = tables.members, tables.num_blocks
     room = np.where(members.present_mi, (1.0 - options.memory_margin) * members.memory_mi, 0.0)
@@ -174,9 +180,10 @@ def first_rows(problem: PlanningProblem, which: Ints, batch: tuple[int, int]) ->
             end = np.argsort(np.take_along_axis(late, order, axis=1), axis=1, kind="stable")
             orders.append(np.take_along_axis(order, end, axis=1))
     orders = [o for k, o in enumerate(orders) if not any((o == p).all() for p in orders[:k])]
-    flop_l, fastest = blocks.forward_flop_l + blocks.backward_flop_l, speed.max(1)
-    low = np.maximum(flop_l[-1] / speed.sum(1), np.diff(flop_l).min() / fastest)
-    high = np.maximum(flop_l[-1] / fastest, LONGEST * low)
+    flop_wl = (blocks.forward_flop_l + blocks.backward_flop_l)[problem.tables.model_m[which]]
+    all_w, least_w, fastest = flop_wl[:, -1], np.diff(flop_wl).min(1), speed.max(1)
+    low = np.maximum(all_w / speed.sum(1), least_w / fastest)
+    high = np.maximum(all_w / fastest, LONGEST * low)
     caps = [low * (high / low) ** share for share in np.linspace(0.0, 1.0, CAPS)]
     caps.append(np.full(len(which), np.inf))
     return filled_rows(

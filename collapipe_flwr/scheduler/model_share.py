@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 
 import numpy as np
 
@@ -42,7 +43,8 @@ def least_shares(tables: Tables, settings: SchedulerConfig) -> Array:
     members = tables.members
     room = (1.0 - settings.memory_margin) * members.memory_mi[:, 1:]
     room = np.where(members.present_mi[:, 1:], room, 0.0)
-    choices = [_Choice(tables, settings, batch) for batch in sorted(settings.batches)]
+    models, batches = range(len(tables.models)), sorted(settings.batches)
+    choices = [_Choice(tables, settings, batch, model) for batch in batches for model in models]
     keeps = np.zeros(tables.num_clusters, dtype=bool)
     first = members.first_mi[:, 1:]
     for each in choices:
@@ -68,22 +70,32 @@ def _least_share(choices: Sequence[_Choice], room_n: Array, first_n: Ints, share
 def holds_all(tables: Tables, m: int, settings: SchedulerConfig, first_n: Ints) -> bool:
     """Whether some plan fits the memories of cluster ``m`` whose devices begin at these blocks."""
     room_n = (1.0 - settings.memory_margin) * tables.members.memory_mi[m, 1 : 1 + len(first_n)]
-    choices = (_Choice(tables, settings, batch) for batch in settings.batches)
+    model = int(tables.model_m[m])
+    choices = (_Choice(tables, settings, batch, model) for batch in settings.batches)
     return any(each.ends_fit_m[m] and packs(each.needs, room_n, first_n) for each in choices)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """What segments need, and the whole model, with one choice of micro-batches."""
+    """What segments need, and the whole model, with one choice of micro-batches.
+
+    ``model`` is the place of that model, which clusters train, in the tables.
+    """
 
     tables: Tables
     settings: SchedulerConfig
     batch: tuple[int, int]
+    model: int
+
+    @cached_property
+    def one(self) -> int:
+        """A cluster that trains the model."""
+        return int(np.flatnonzero(self.tables.model_m == self.model)[0])
 
     @cached_property
     def whole(self) -> float:
         """Bytes of training the whole model."""
-        return float(count_whole_bytes(self.tables, *self.batch, self.settings))
+        return float(count_whole_bytes(self.tables, self.one, *self.batch, self.settings))
 
     @cached_property
     def needs(self) -> list[Array]:
@@ -93,21 +105,25 @@ class _Choice:
             devices = min(self.tables.members.memory_mi.shape[1] - 1, self.tables.num_blocks)
             deepest = max(min(self.batch[1] - 2, devices - 1), 0)
         return [
-            segment_needs(self.tables, self.settings, self.batch, behind)
+            segment_needs(self.tables, self.settings, self.one, self.batch, behind)
             for behind in range(1, deepest + 2)
         ]
 
     @cached_property
     def ends_fit_m(self) -> Mask:
-        """Clusters whose control unit and edge hold their parts where one device has all blocks."""
+        """Clusters of the model whose control unit and edge hold its ends.
+
+        One device has all blocks there.
+        """
         tables, (size, count) = self.tables, self.batch
-        usable, model = 1.0 - self.settings.memory_margin, tables.snapshot.model
+        usable = 1.0 - self.settings.memory_margin
         start, end = (
             count_end_bytes(part, size, find_least_flight(count, behind, self.settings))
-            for part, behind in ((model.embedding, 2), (model.decoder, 0))
+            for part, behind in ((tables.embeddings, 2), (tables.decoders, 0))
         )
         edge = usable * tables.edges.memory_m
-        return np.asarray((start <= usable * tables.members.memory_mi[:, 0]) & (end <= edge))
+        fits = (start <= usable * tables.members.memory_mi[:, 0]) & (end <= edge)
+        return np.asarray(fits & (tables.model_m == self.model))
 
     def within(self, share: float, room: Array) -> Array:
         """Cap the memory that devices may use at a share of the whole model."""
@@ -121,7 +137,8 @@ def capped(tables: Tables, share_m: Array, settings: SchedulerConfig) -> Tables:
     none.
     """
     size, count = np.array(settings.batches, dtype=np.float64).T
-    most_m = share_m * count_whole_bytes(tables, size, count, settings).max()
+    every = np.arange(tables.num_clusters)[:, None]
+    most_m = share_m * count_whole_bytes(tables, every, size, count, settings).max(1)
     memory = tables.members.memory_mi.copy()
     room_m = most_m * (1.0 + SAME) / (1.0 - settings.memory_margin)
     memory[:, 1:] = np.minimum(memory[:, 1:], room_m[:, None])
@@ -141,8 +158,10 @@ def with_model_shares(plan: Plan, share_m: Array, tables: Tables, options: Prici
     The share is None where there was no cap.
     """
 
-    def told(cluster: ClusterPlan, share: float) -> ClusterPlan:
-        whole = count_whole_bytes(tables, cluster.micro_batch_size, cluster.micro_batches, options)
+    def told(m: int, cluster: ClusterPlan, share: float) -> ClusterPlan:
+        whole = count_whole_bytes(
+            tables, m, cluster.micro_batch_size, cluster.micro_batches, options
+        )
         kept = share if np.isfinite(share) else None
         return replace(
             cluster,
@@ -151,12 +170,13 @@ def with_model_shares(plan: Plan, share_m: Array, tables: Tables, options: Prici
             memory_margin=options.memory_margin,
         )
 
-    return replace(plan, clusters=tuple(map(told, plan.clusters, share_m.tolist())))
+    return replace(plan, clusters=tuple(map(told, count(), plan.clusters, share_m.tolist())))
 
 
 def segment_needs(
     tables: Tables,
     settings: SchedulerConfig,
+    m: int,
     batch: tuple[int, int] | None = None,
     behind: int = 1,
 ) -> Array:
@@ -167,7 +187,8 @@ def segment_needs(
     """
     size, count = batch or min(settings.batches)
     flight = float(find_least_flight(count, behind, settings))
-    need = count_segment_bytes(tables.blocks, settings, size, flight)
+    blocks = tables.blocks.of(int(tables.model_m[m]))
+    need = count_segment_bytes(blocks, settings, size, flight)
     return np.where(np.tri(len(need), k=-1, dtype=bool).T, need, np.inf)
 
 

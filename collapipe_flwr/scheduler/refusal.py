@@ -57,7 +57,7 @@ def too_little_trust(tables: Tables, m: int, settings: SchedulerConfig) -> str:
     names = [device.device_id for device in profile.devices]
     here = ", ".join(name for name, is_so in zip(names, trusted, strict=True) if is_so)
     wanted = [name for name, is_so in zip(names, more & ~trusted, strict=True) if is_so]
-    need = float(segment_needs(tables, settings)[0, most])
+    need = float(segment_needs(tables, settings, m)[0, most])
     have = (1.0 - settings.memory_margin) * float(room[trusted].sum())
     short = f", which need {compared(need, have, 'they have')}" if here and need > have else ""
     return (
@@ -70,9 +70,10 @@ def too_little_trust(tables: Tables, m: int, settings: SchedulerConfig) -> str:
 
 def _shortages(tables: Tables, m: int, settings: SchedulerConfig) -> Iterator[str]:
     snapshot, usable = tables.snapshot, 1.0 - settings.memory_margin
-    profile, model = snapshot.clusters[m].profile, snapshot.model
+    profile = snapshot.clusters[m].profile
+    model = snapshot.model_of(profile)
     room = [usable * device.memory_bytes for device in profile.devices]
-    needs = segment_needs(tables, settings)
+    needs = segment_needs(tables, settings, m)
     blocks = range(len(needs) - 1)
     largest = max(float(needs[block, block + 1]) for block in blocks)
     together = float(needs[0, -1])

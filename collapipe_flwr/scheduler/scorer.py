@@ -28,7 +28,7 @@ from collapipe_flwr.costs.work import (
     count_kept_bytes,
     count_share_bytes,
     count_steps,
-    find_busier_end,
+    find_busier_ends,
 )
 from collapipe_flwr.scheduler.dual_prices import LEAST_SLOPE, DualPrices, LinkTable, overdrawn
 from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem, joined
@@ -60,14 +60,14 @@ class Scorer:
 
     def _price_ends(self) -> None:
         """Seconds of control unit and edge, (2, M) per example, and of their updates."""
-        tables, model = self.tables, self.tables.snapshot.model
+        tables, (first, last) = self.tables, self.tables.ends
         own, edge_m = tables.members.speed_mi[:, 0], compute_edge_speeds(tables, self.options)
-        first, last = model.embedding, model.decoder
         self.forward_2m = np.stack([first.forward_flop / own, last.forward_flop / edge_m])
         self.backward_2m = np.stack([first.backward_flop / own, last.backward_flop / edge_m])
         home = tables.edges.home_m
+        busier = find_busier_ends(tables)[home]
         for both in (self.forward_2m, self.backward_2m, self.overhead_2m):
-            both[find_busier_end(model), home] = both.sum(0)[home]
+            both[busier, home] = both.sum(0)[home]
         update = first.parameter_bytes / own + last.parameter_bytes / edge_m
         self.update_s_m = OPTIMISER_FLOP_PER_BYTE * update
 
@@ -96,7 +96,7 @@ class Scorer:
 
     def _estimates(self, rows: Layouts) -> Estimates:
         batch = _Batch(self.tables, rows)
-        slots = _Slots(rows, self.tables.edge)
+        slots = _Slots(rows, self.tables)
         held = self._held(rows, batch, slots)
         costs = self._price(rows, batch, slots, held)
         worth = np.where(self._fits(batch, slots, held), costs.worth, np.inf)
@@ -168,11 +168,12 @@ class Scorer:
 
     def _own_worth(self, rows: Layouts, batch: _Batch) -> Array:
         """Price the energy that a step costs the control unit."""
-        model, home = self.tables.snapshot.model, self.tables.edges.home_m[rows.cluster_r]
+        first, last = (end.of(rows.cluster_r) for end in self.tables.ends)
+        home = self.tables.edges.home_m[rows.cluster_r]
         own = rows.cluster_r * self.tables.edge
         overhead = self.members.overhead.take(own) / self.members.slowness.take(own)
         flop = batch.count * overhead
-        for part, here in ((model.embedding, True), (model.decoder, home)):
+        for part, here in ((first, True), (last, home)):
             passes = batch.examples * (part.forward_flop + part.backward_flop)
             flop = flop + here * (passes + OPTIMISER_FLOP_PER_BYTE * part.parameter_bytes)
         return np.asarray(flop * self.members.flop_worth.take(own))
@@ -182,7 +183,7 @@ class Scorer:
     ) -> tuple[list[Array], Array]:
         """Seconds of hops forward and backward, (S + 1, R), and energy's price, (R,)."""
         link = slots.links()
-        bits = self.tables.blocks.cut_bytes_l.take(slots.cuts())
+        bits = self.tables.blocks.cut_bytes_l[slots.model_r, slots.cuts()]
         bits = np.maximum(8.0 * batch.size * bits, 1.0) * slots.hop_used
         which = np.searchsorted(self.counts, rows.micro_batches_r)
         calm_link = link + self.tables.gain_mij.size * which
@@ -209,20 +210,20 @@ class Scorer:
 
         Infinite on unused slots. As ``costs.work.count_most_in_flight`` has them, each for itself.
         """
-        model, spans = self.tables.snapshot.model, self.spans
+        spans, (first, last) = self.spans, (end.of(rows.cluster_r) for end in self.tables.ends)
         cap = count_share_bytes(self.tables, rows.cluster_r, batch.size, batch.count, self.options)
         room = np.minimum(self.members.room.take(slots.member_at_sr), cap)
         if self.tables.members.guarded:
             room[slots.first_sr < self.members.first.take(slots.member_at_sr)] = NO_ROOM
-        room -= spans.state_lk.take(slots.span_sr) + batch.size * spans.once
+        room -= spans.state_lk.take(slots.span_sr) + batch.size * spans.once[slots.model_r]
         room /= np.maximum(batch.size * spans.kept_lk.take(slots.span_sr), 1.0)
         held = np.empty((len(room) + 2, len(batch.size)))
         np.floor(room, out=held[1:-1])
         held[1:-1][~slots.used] = np.inf
         own = self.members.room.take(rows.cluster_r * self.tables.edge)
         edge = (1.0 - self.options.memory_margin) * self.tables.edges.memory_m[rows.cluster_r]
-        for place, room_r, part in ((0, own, model.embedding), (-1, edge, model.decoder)):
-            each = batch.size * max(part.stash_bytes, 1.0)
+        for place, room_r, part in ((0, own, first), (-1, edge, last)):
+            each = batch.size * np.maximum(part.stash_bytes, 1.0)
             held[place] = np.floor((room_r - count_end_bytes(part, batch.size, 0.0)) / each)
         return held
 
@@ -246,7 +247,7 @@ class _Batch:
 
 
 class SpanTable:
-    """Sums over blocks ``l .. k-1``, (L + 1, L + 1)."""
+    """Sums over blocks ``l .. k-1`` of every model, (K, L + 1, L + 1)."""
 
     def __init__(self, tables: Tables, options: PricingOptions) -> None:
         blocks = tables.blocks
@@ -287,18 +288,20 @@ class MemberPrices:
 class _Slots:
     """A batch of rows with the slot axis in front, no wider than its deepest row."""
 
-    def __init__(self, rows: Layouts, edge: int) -> None:
+    def __init__(self, rows: Layouts, tables: Tables) -> None:
+        self.edge, self.model_r = tables.edge, tables.model_m[rows.cluster_r]
         self.depth_r = rows.depth_r
         width = max(int(self.depth_r.max()), 1)
         self.member_sr = np.maximum(np.ascontiguousarray(rows.member_rs[:, :width].T), 0)
         self.stop_sr = np.ascontiguousarray(rows.stop_rs[:, :width].T)
-        self.base_r = rows.cluster_r * edge
+        self.base_r = rows.cluster_r * self.edge
         self.member_at_sr = self.member_sr + self.base_r
         self.used = np.arange(width)[:, None] < self.depth_r
         self.hop_used = np.arange(width + 1)[:, None] <= self.depth_r
         self.span_sr = self.stop_sr.copy()
-        self.span_sr[1:] += self.stop_sr[:-1] * (int(self.stop_sr.max()) + 1)
-        self.edge = edge
+        spans = tables.num_blocks + 1
+        self.span_sr[1:] += self.stop_sr[:-1] * spans
+        self.span_sr += self.model_r * spans**2
 
     @property
     def first_sr(self) -> Ints:

@@ -9,8 +9,9 @@ a world's seed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -57,8 +58,12 @@ class World:
         round_index: int,
         model: ModelProfile,
         present: Sequence[str] | None = None,
+        models: Mapping[int, ModelProfile] = MappingProxyType({}),
     ) -> Snapshot:
-        """Return the scheduler's view of that round; ``present`` restricts it to those clusters."""
+        """Return the scheduler's view of that round; ``present`` restricts it to those clusters.
+
+        ``models`` are those with adapters of other ranks than ``model``.
+        """
         clusters = tuple(
             _with_its_edge(
                 ClusterSnapshot(
@@ -74,6 +79,7 @@ class World:
             edge=self.edge,
             radio=self.radio,
             clusters=clusters,
+            models=models,
         )
 
     def with_cluster(self, profile: ClusterProfile) -> World:

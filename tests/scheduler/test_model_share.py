@@ -141,7 +141,7 @@ def test_without_a_share_nothing_is_capped_or_recorded() -> None:
 def test_segment_needs_are_what_plans_predict() -> None:
     snapshot = draw_snapshot(4)
     single = replace(FREE, micro_batch_sizes=(4,), micro_batches=(2,))
-    needs = segment_needs(tabulate(snapshot), single)
+    needs = segment_needs(tabulate(snapshot), single, 0)
     for cluster in planned(snapshot, single).clusters:
         for s in cluster.segments:
             need = needs[s.first_block, s.stop_block]

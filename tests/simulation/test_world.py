@@ -115,4 +115,4 @@ def test_tables_follow_the_snapshot() -> None:
     tables = tabulate(snapshot)
     assert tables.gain_mij.shape == (3, 3, 4)
     assert tables.gain_mij[2, 1, tables.edge] == snapshot.clusters[2].channel.edge_gain[1]
-    assert tables.blocks.forward_flop_l[-1] == sum(b.forward_flop for b in MODEL.blocks)
+    assert tables.blocks.forward_flop_l[0, -1] == sum(b.forward_flop for b in MODEL.blocks)

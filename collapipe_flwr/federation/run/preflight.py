@@ -101,6 +101,7 @@ def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterC
     """Run the checks that need the data and the model, and describe what they found."""
     from collapipe_flwr.cluster.local_data import DataPlace
     from collapipe_flwr.cluster.privacy import check_private
+    from collapipe_flwr.federation.planner import profile_ranks
     from collapipe_flwr.federation.run.learner import make_learner
     from collapipe_flwr.federation.run.run_strategy import learning_settings, make_planner
     from collapipe_flwr.models.checkpoint import check_stored
@@ -128,7 +129,8 @@ def _loaded(config: AppConfig, run_dir: Path | None, clusters: Sequence[ClusterC
         nodes = dict(enumerate(profiles, 1))
         names = {n: p.cluster_id for n, p in nodes.items()}
         whole = learner.splitter.whole_batches
-        make_planner(config, model, nodes, names, whole_batches=whole)
+        of_rank = profile_ranks(learner.model, learning.count_kept_bytes)
+        make_planner(config, model, nodes, names, whole_batches=whole, of_rank=of_rank)
     task, spec = learner.task, learner.splitter.spec
     found = f"{spec.model_type} of {len(model.blocks)} blocks for {spec.task}"
     sizes = f"{_share_text(config, learner)} and {len(task.test)} test examples"

@@ -20,7 +20,7 @@ from collapipe_flwr.core.errors import InfeasibleError, prefix_errors
 from collapipe_flwr.data.metrics import add_counts
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.federation.late import RoundDeadline
-from collapipe_flwr.federation.planner import KnownClusters, Planning
+from collapipe_flwr.federation.planner import KnownClusters, Planning, RankProfile
 from collapipe_flwr.federation.products import check_rank
 from collapipe_flwr.federation.records import read_tally
 from collapipe_flwr.federation.run.learner import scores
@@ -66,12 +66,14 @@ def make_planner(
     *,
     whole_batches: bool = False,
     leaves_out: bool = False,
+    of_rank: RankProfile | None = None,
 ) -> KnownClusters:
     """Make the planner with the run's policy; ``names`` maps nodes to the ids of ``clusters``.
 
     With ``whole_batches``, a batch is one micro-batch. Raises ConfigError for unknown names and
     InfeasibleError for a cluster that cannot be planned. With ``leaves_out``, clusters of machines
-    that cannot may sit out, as long as there are others.
+    that cannot may sit out, as long as there are others. ``of_rank`` profiles the model with
+    adapters of a cluster's own rank.
     """
     settings = config.scheduling
     if whole_batches:
@@ -107,7 +109,7 @@ def make_planner(
         check_rank(found.lora_rank, config.lora.rank, config.lora.aggregate, found.cluster_id)
     world = planning.world(profiles, model)
     with prefix_errors("scheduler.policy"):
-        planner = KnownClusters(planning, world, model, names)
+        planner = KnownClusters(planning, world, model, names, of_rank)
     simulated = not any(profile.real_links for profile in profiles)
     with prefix_errors("world.devices, world.memory-share") if simulated else nullcontext():
         left_out = planner.plan_evaluation(1, list(names)).left_out
