@@ -124,6 +124,7 @@ def wrapped(planner, records, inner=None, keys=(), updates="fp32", **more) -> Co
         all_keys=lambda: keys or model(),
         constant_keys=frozenset({CONSTANT}),
         aliases={},
+        held_blocks=0,
         prefix="",
         spec=SimpleNamespace(to_json=lambda: "{}"),
     )

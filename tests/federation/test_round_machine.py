@@ -30,8 +30,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.measurements import ClusterMeasurement
-from collapipe_flwr.federation import attempts
-from collapipe_flwr.federation import round as round_
+from collapipe_flwr.federation import attempts, open_round
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.client.node_state import NodeState, StateCodec
 from collapipe_flwr.federation.local_grid import LocalGrid
@@ -81,6 +80,7 @@ def described() -> DescribedModel:
         constant_keys=frozenset(),
         aliases={},
         prefix="",
+        held_blocks=0,
         spec=SimpleNamespace(to_json=lambda: "{}"),
     )
     return DescribedModel(splitter, SHORT, personal=("own",))
@@ -192,7 +192,7 @@ class Rounds(RuleBasedStateMachine):
         self._folder = Path(self._open.enter_context(tempfile.TemporaryDirectory()))
         self._open.enter_context(mock.patch.object(attempts, "sleep", lambda _: None))
         orders = partial(random.Random(3).getrandbits, 31)  # in no order, and the same every time
-        self._open.enter_context(mock.patch.object(round_, "new_attempt", orders))
+        self._open.enter_context(mock.patch.object(open_round, "new_attempt", orders))
         self.running = ExitStack()
         self.trained = 0  # trainings so far; each has its number
         self.fates: dict[int, list[str]] = {}
