@@ -10,7 +10,7 @@ import pytest
 from benchmarks.scheduling.search_gaps import SearchSize, search_planner
 from collapipe_flwr.core.domain import BlockCost, ModelProfile, Plan, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError
-from collapipe_flwr.costs.layouts import Layouts, stack
+from collapipe_flwr.costs.layouts import Layouts, stack_layouts
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import PricingOptions
@@ -83,7 +83,7 @@ def test_a_cluster_costs_what_it_costs_in_a_world_of_its_model(
         assert len(plan.clusters) == clusters
         for m, cluster in enumerate(plan.clusters):
             one = replace(plan, clusters=(cluster,))
-            (found,) = price(one, alone(snapshot, m), PricingOptions.of_plan(cluster)).clusters
+            (found,) = price(one, alone(snapshot, m), PricingOptions.from_plan(cluster)).clusters
             assert cluster.latency_s == pytest.approx(found.latency_s, rel=1e-9)
             for name, joule in cluster.energy_j.items():
                 assert joule == pytest.approx(found.energy_j[name], rel=1e-9)
@@ -146,7 +146,7 @@ def test_searches_see_every_clusters_own_model(schedule: str) -> None:
         found, wanted = (scorers[n].estimates(rows) for n in (0, m + 1))
         for name in ("latency", "soft", "worth"):
             assert np.array_equal(getattr(found, name), getattr(wanted, name))
-    every = stack(
+    every = stack_layouts(
         [rows_for(m, members, stops, np.array([batch])).take(np.array([5])) for m in range(3)]
     )
     which, firsts = np.arange(size.clusters), []
