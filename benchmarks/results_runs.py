@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, stdev
 
-from collapipe_flwr.core.processes import lifeline
+from collapipe_flwr.core.processes import open_lifeline
 from collapipe_flwr.reporting.comparison import draw, read_runs, render_markdown
 from collapipe_flwr.reporting.run_directory import read_events
 
@@ -165,7 +165,7 @@ def _start(study: Study, keys: tuple[str, ...], places: Mapping[str, object], na
     command += [part for key in settings for part in ("-c", key.format(**places))]
     print(shlex.join(command), flush=True)
     child = [sys.executable, "-m", "collapipe_flwr.cli.child", *command[1:]]
-    with lifeline() as stdin:
+    with open_lifeline() as stdin:
         subprocess.run(child, stdin=stdin, check=True, cwd=ROOT)
     (finished,) = [p for p in (work / f"{name}.partial").iterdir() if (p / "model").exists()]
     _refuse_gaps(finished)

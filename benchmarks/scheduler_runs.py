@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.core.processes import lifeline
+from collapipe_flwr.core.processes import open_lifeline
 
 Json = dict[str, Any]
 
@@ -153,7 +153,7 @@ def measure(folder: Path, only: Sequence[str] = ()) -> None:
         if (not only or name in only) and not is_measured(path):
             print(f"{command} --json {path}", flush=True)
             child = [sys.executable, "-m", "collapipe_flwr.cli.child", *shlex.split(command)[1:]]
-            with lifeline() as stdin:
+            with open_lifeline() as stdin:
                 status = subprocess.run([*child, "--json", str(path)], stdin=stdin, check=False)
             if status.returncode:
                 sys.exit(status.returncode)

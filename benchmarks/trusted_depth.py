@@ -52,7 +52,7 @@ def on_the_last_device(cluster: ClusterSnapshot, model: ModelProfile) -> Cluster
     placed = replace(
         cluster,
         profile=replace(cluster.profile, edge=device.as_edge),
-        channel=cluster.channel_to(device.as_edge),
+        channel=cluster.find_channel(device.as_edge),
     )
     return placed.without({device.device_id})
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from collapipe_flwr.core.processes import lifeline
+from collapipe_flwr.core.processes import open_lifeline
 from collapipe_flwr.reporting.figures import Curve, draw_curves, label_whole_rounds, new_figure
 from collapipe_flwr.reporting.report.placement import draw_blocks
 from collapipe_flwr.reporting.run_data import RunData, read_run
@@ -59,7 +59,7 @@ def keep(run_dir: Path, printed: str) -> None:
 
 
 def _output(arguments: list[str | Path]) -> str:
-    with lifeline() as stdin:
+    with open_lifeline() as stdin:
         command = [sys.executable, *map(str, arguments)]
         return subprocess.run(
             command, stdin=stdin, stdout=subprocess.PIPE, check=True, cwd=ROOT, text=True

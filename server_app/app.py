@@ -22,7 +22,7 @@ from collapipe_flwr.core.errors import (
     RunError,
     wrap_unexpected,
 )
-from collapipe_flwr.core.imports import installed_versions
+from collapipe_flwr.core.imports import list_versions
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.late import RoundDeadline
 from collapipe_flwr.federation.members import ClusterGrid, discover_clusters
@@ -172,7 +172,7 @@ def _make_recorder(
             energy_budget_j={device.device_id: device.energy_budget_j for device in devices},
             share_asked=config.scheduler.settings.max_model_share,
             memory_limit_bytes={device.device_id: device.memory_bytes for device in devices},
-            versions=installed_versions(),
+            versions=list_versions(),
             rounds_asked=config.run.num_server_rounds,
         ),
         every=config.evaluation.every,

@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from benchmarks import child_environment
 from collapipe_flwr.cluster.boards import BoardSetting, Cut
 from collapipe_flwr.core.errors import ConfigError, RunError
-from collapipe_flwr.core.memory import available_memory_bytes
-from collapipe_flwr.core.processes import lifeline
+from collapipe_flwr.core.memory import read_available_bytes
+from collapipe_flwr.core.processes import open_lifeline
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
@@ -364,7 +364,7 @@ def _misfit(wanted: int, limit: int) -> str:
     """Why a process of ``wanted`` bytes is not started; empty if it may be."""
     if wanted > limit:
         return f"needs about {wanted / 2**30:.1f} GiB, --limit-gib is {limit / 2**30:g}"
-    if wanted > (available := available_memory_bytes()):
+    if wanted > (available := read_available_bytes()):
         return f"needs about {wanted / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"
     return ""
 
@@ -373,7 +373,7 @@ def peaks_of(order: RoleOrder) -> Peaks:
     """Let a process play a role to its end; raises RunError if it fails."""
     command = [sys.executable, "-m", "benchmarks.memory.role", order.to_json()]
     try:
-        with lifeline() as stdin:
+        with open_lifeline() as stdin:
             done = subprocess.run(
                 command,
                 env=child_environment(),

@@ -135,7 +135,7 @@ def _objective(case: Instance, plan: Plan) -> float:
     planner = planner_for(tables, case.state, case.settings)
     total = planner.latency_price * plan.rho * plan.latency_s
     for m, cluster in enumerate(case.snapshot.clusters):
-        chosen = plan.cluster(cluster.profile.cluster_id)
+        chosen = plan.find_cluster(cluster.profile.cluster_id)
         assert chosen is not None
         for i, member in enumerate(cluster.profile.members):
             total += float(planner.price_mi[m, i]) * chosen.energy_j[member.device_id]

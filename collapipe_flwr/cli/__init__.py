@@ -22,7 +22,7 @@ from collapipe_flwr.cli.joining import certs, deploy, join
 from collapipe_flwr.cli.report import compare, report, watch
 from collapipe_flwr.cli.run import check_config, convert, run, stop
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
-from collapipe_flwr.core.imports import installed_versions
+from collapipe_flwr.core.imports import list_versions
 
 app = typer.Typer(
     name="collapipe",
@@ -110,7 +110,7 @@ def _require_finite(context: Any, parameter: Any, value: float | None) -> float 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(", ".join(f"{name} {version}" for name, version in installed_versions().items()))
+        typer.echo(", ".join(f"{name} {version}" for name, version in list_versions().items()))
         raise typer.Exit
 
 

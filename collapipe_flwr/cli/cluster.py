@@ -13,7 +13,7 @@ from typer import Argument, Option
 from collapipe_flwr.core.errors import ConfigError, prefix_errors
 from collapipe_flwr.core.json_codec import to_json, to_plain
 from collapipe_flwr.core.keys import check as check_value
-from collapipe_flwr.core.links import host_and_port, with_port
+from collapipe_flwr.core.links import add_port, split_address
 from collapipe_flwr.membership.systemd import (
     Manager,
     Service,
@@ -99,18 +99,18 @@ def init(
     from collapipe_flwr.membership.registry import Registry, default_folder
 
     check_value("NAME", name, MEMBER_NAME)
-    asked = address and with_port(address, PORTS[Role.CONTROL_UNIT])
+    asked = address and add_port(address, PORTS[Role.CONTROL_UNIT])
     for option, text in (("--address", asked), ("--edge-address", edge_address)):
         if text:
             with prefix_errors(option):
-                host_and_port(text)
+                split_address(text)
     registry = Registry(folder or default_folder())
     if service is not None:
         check_manager(service, registry.folder)
     if (found := registry.clusters().get(name)) is not None:
         _refuse_other_addresses(found, address, edge_address)
         address = found.joining_address
-    at = with_port(address or _find_host(), PORTS[Role.CONTROL_UNIT])
+    at = add_port(address or _find_host(), PORTS[Role.CONTROL_UNIT])
     host = at.rpartition(":")[0]
     unit = MemberConfig(name=f"cu-{name}", address=at, kind=detect_kind() or MemberConfig().kind)
     others = frozenset(Role[each.name.upper()] for each in elsewhere or ())
@@ -307,7 +307,7 @@ def _refuse_other_addresses(known: ClusterConfig, address: str, edge_address: st
     from collapipe_flwr.config.cluster_file import Role
     from collapipe_flwr.membership.newcomer import PORTS
 
-    at = address and with_port(address, PORTS[Role.CONTROL_UNIT])
+    at = address and add_port(address, PORTS[Role.CONTROL_UNIT])
     for option, wanted, kept in (
         ("--address", at, known.joining_address),
         ("--edge-address", edge_address, known.edge.address),

@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 import collapipe_flwr
 from collapipe_flwr.core.domain import ClusterProfile
-from collapipe_flwr.core.errors import ConfigError, extra
+from collapipe_flwr.core.errors import ConfigError, name_extra
 from collapipe_flwr.core.hub import explain_absent_model, explain_no_checkpoint
 from collapipe_flwr.core.keys import (
     Rule,
@@ -285,6 +285,6 @@ def bench(context: typer.Context) -> None:
         )
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
-    with extra("bench"):
+    with name_extra("bench"):
         program = importlib.import_module("benchmarks.__main__").app
         program(context.args, prog_name=context.command_path)

@@ -16,7 +16,7 @@ from typer import Argument, Option
 
 from collapipe_flwr.cli.hosting import Allow, Ca, Certificate, Compute, Insecure, Key, tls_files
 from collapipe_flwr.core.errors import ConfigError, prefix_errors
-from collapipe_flwr.core.links import TlsFiles, host_and_port, is_loopback
+from collapipe_flwr.core.links import TlsFiles, is_loopback, split_address
 from collapipe_flwr.core.processes import stop_on_signals
 from collapipe_flwr.generation.source import find_model
 
@@ -157,7 +157,7 @@ def _check_addresses(**addresses: str) -> None:
     for option, address in addresses.items():
         with prefix_errors(f"--{option}"):
             if address:
-                host_and_port(address, least=0 if option == "listen" else 1)
+                split_address(address, least=0 if option == "listen" else 1)
 
 
 @contextmanager
@@ -211,7 +211,7 @@ def _read_access(
         raise ConfigError("--allow needs TLS: only a peer with a certificate can be told apart")
     if listen:
         with prefix_errors("--listen"):
-            host, _ = host_and_port(listen, least=0)
+            host, _ = split_address(listen, least=0)
         if tls is None and not is_loopback(host):
             raise ConfigError(
                 f"--listen {listen} without TLS would let anybody in the network use the "

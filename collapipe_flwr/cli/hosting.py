@@ -13,7 +13,7 @@ from typer import Option
 
 from collapipe_flwr.core.errors import ConfigError, prefix_errors
 from collapipe_flwr.core.json_log import log_json
-from collapipe_flwr.core.links import TlsFiles, host_and_port, with_port
+from collapipe_flwr.core.links import TlsFiles, add_port, split_address
 
 if TYPE_CHECKING:
     from collapipe_flwr.config.cluster_file import ClusterConfig
@@ -147,9 +147,9 @@ def _read_dial(name: str, clusters: list[ClusterConfig], asked: str) -> tuple[st
                 "others would not look for it there: `collapipe join TOKEN --dial` sees to it"
             )
         return "", ""
-    dial = with_port(asked, RELAY_PORT) if asked else found.relay_address
+    dial = add_port(asked, RELAY_PORT) if asked else found.relay_address
     with prefix_errors("--dial"):
-        host_and_port(dial)
+        split_address(dial)
     return dial, found.control_unit.name
 
 

@@ -104,7 +104,7 @@ def _read_token() -> str:
 
 def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
     from collapipe_flwr.config.cluster_file import Role
-    from collapipe_flwr.core.links import host_towards, with_port
+    from collapipe_flwr.core.links import add_port, find_own_address
     from collapipe_flwr.membership import newcomer as here
 
     unit = token.address
@@ -114,7 +114,7 @@ def _join(token: JoinToken, newcomer: Newcomer, discover: bool) -> Membership:
         unit = find_control_unit(token.pin, interface=unit.rpartition(":")[0])
     address = ""
     if not newcomer.dials:
-        address = with_port(newcomer.address or host_towards(unit), here.PORTS[token.role])
+        address = add_port(newcomer.address or find_own_address(unit), here.PORTS[token.role])
     measures = token.role in (Role.DEVICE, Role.CONTROL_UNIT)
 
     def say(text: str) -> None:

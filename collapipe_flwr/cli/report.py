@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from collapipe_flwr.core.errors import require, wrong_input
+from collapipe_flwr.core.errors import mark_wrong_input, require
 from collapipe_flwr.core.processes import stop_on_signals
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def report(
     from collapipe_flwr.reporting.output import prepare
     from collapipe_flwr.reporting.report.page import write_reports
 
-    with wrong_input():
+    with mark_wrong_input():
         prepare("--output", output)
         typer.echo(write_reports(runs, output))
 
@@ -54,7 +54,7 @@ def compare(
     if plot is not None:
         require("matplotlib", "plot")
     chosen = [m.strip() for m in metrics.split(",") if m.strip()]
-    with wrong_input():
+    with mark_wrong_input():
         curves = read_runs(runs)
         tables = render_markdown(curves, chosen)
         if plot is not None:
@@ -92,7 +92,7 @@ def watch(
     from collapipe_flwr.reporting.live.feed import run_finder
 
     if superlink is None:
-        with wrong_input():
+        with mark_wrong_input():
             find = run_finder(None if run is None else Path(run), output_dir)
         if (found := find()) is None or not any(found.glob("*")):
             typer.echo(
@@ -104,7 +104,7 @@ def watch(
     from collapipe_flwr.federation.run.superlink_run import SuperLinkRun
 
     with TemporaryDirectory(prefix="collapipe-watch-") as folder:
-        with wrong_input():
+        with mark_wrong_input():
             followed = SuperLinkRun(superlink, run, Path(folder))
         with followed.following():
             _serve(lambda: followed.run_dir, host, port)
@@ -115,7 +115,7 @@ def _serve(find: Find, host: str, port: int) -> None:
     from collapipe_flwr.reporting.live.server import LiveServer
 
     feed = Feed(find)
-    with wrong_input():
+    with mark_wrong_input():
         server = LiveServer(feed, host, port)
     if server.token:
         typer.echo(

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from collapipe_flwr.core.errors import wrong_input
+from collapipe_flwr.core.errors import mark_wrong_input
 from collapipe_flwr.core.processes import exit_on_signals
 
 Project = Annotated[Path, Argument(help="Folder of the Flower app.")]
@@ -63,7 +63,7 @@ def run(
     from collapipe_flwr.reporting.screen import Screen
 
     screen = Screen(quiet=quiet, verbose=verbose)
-    with wrong_input():
+    with mark_wrong_input():
         launch = launch_of(project, run_config, federation_config, output_dir, resume, cluster)
     attempt = Attempt(launch, screen)
     with exit_on_signals(attempt.stopping):
@@ -84,7 +84,7 @@ def stop(
     from collapipe_flwr.reporting import stopping
     from collapipe_flwr.reporting.run_directory import read_summary
 
-    with wrong_input():
+    with mark_wrong_input():
         process = stopping.find_stoppable(run_dir)
     if process is None:
         typer.echo(f"nothing to stop: no process of {run_dir} runs")
@@ -116,7 +116,7 @@ def check_config(
 
     given = project, run_config, federation_config, output_dir, resume, cluster
     gc.disable()  # a fifth of the time of what follows, which ends this process
-    with wrong_input():
+    with mark_wrong_input():
         found = Launch.of_json(launch) if launch else launch_of(*given)
         if not launch:
             typer.echo("checking run-config, data, model and plan", err=True)

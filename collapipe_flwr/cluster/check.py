@@ -16,7 +16,7 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
 from collapipe_flwr.core.bounds import LEAST_SPEED, MOST_SPEED
 from collapipe_flwr.core.errors import Busy, CollaPipeError, LinkTimeout, Unreachable
 from collapipe_flwr.core.keys import AUTO
-from collapipe_flwr.core.version import version_fault
+from collapipe_flwr.core.version import explain_version
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest, run_benchmark
 from collapipe_flwr.pipeline.compute import resolve
 from collapipe_flwr.transport.client import HostClient
@@ -215,7 +215,9 @@ def _look_at(config: ClusterConfig, member: MemberConfig, settings: CheckSetting
         status = client.ask_status()
         ahead_s = status.unix_s - (before_s + settings.clock()) / 2
         found = Measured(name=member.name, address=member.address)
-        if other := version_fault("it", status.version, "this machine"):  # messages may differ too
+        if other := explain_version(
+            "it", status.version, "this machine"
+        ):  # messages may differ too
             return replace(found, fault=other)
         is_idle = bool(status.resident_bytes) and not status.awake
         return replace(

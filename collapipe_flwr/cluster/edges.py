@@ -10,7 +10,7 @@ import torch
 from collapipe_flwr.cluster.hosted import HostedEdge
 from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig
-from collapipe_flwr.core.links import Heartbeat, host_towards
+from collapipe_flwr.core.links import Heartbeat, find_own_address
 from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.host.server import HostServer
@@ -76,7 +76,7 @@ def serve_edge(cluster: ClusterConfig, service: HostService) -> Iterator[str]:
     tls, rosters = cluster.tls_files(unit.name), None
     listen = next((edge.address for edge in cluster.edges if edge.name == unit.name), "")
     nearest = min(cluster.devices, key=lambda device: device.dials)
-    listen = listen or f"{host_towards(nearest.address)}:0"
+    listen = listen or f"{find_own_address(nearest.address)}:0"
     if tls is not None and tls.ca is not None:
         rosters = Rosters(unit.name, [cluster], tls.ca)
     with ExitStack() as stack:

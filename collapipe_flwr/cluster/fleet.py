@@ -180,13 +180,13 @@ def join(
         """Link to the next stage's replicas that its micro-batches meet, or to the edge."""
         if stage == len(segments):
             return edges[turn.replica]
-        here, met = (stage, turn.replica), turn.meets(replicas[stage + 1])
+        here, met = (stage, turn.replica), turn.list_met(replicas[stage + 1])
         return join_links(
             [make_pair(here, (stage + 1, other), hops[stage])[0] for other in met], turn
         )
 
     def link_up(stage: int, turn: ReplicaIndex) -> Link:
-        here, met = (stage, turn.replica), turn.meets(replicas[stage - 1])
+        here, met = (stage, turn.replica), turn.list_met(replicas[stage - 1])
         return join_links(
             [make_pair((stage - 1, other), here, hops[stage - 1])[1] for other in met], turn
         )

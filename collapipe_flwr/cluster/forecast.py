@@ -195,7 +195,7 @@ def plan_first_round(
     told = world.snapshot(1, profile)
     snapshot = with_links(told, links_begun({}, told))
     plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
-    found = plan.cluster(cluster.cluster_id)
+    found = plan.find_cluster(cluster.cluster_id)
     assert found is not None, "one cluster alone always takes part"
     return found
 

@@ -13,7 +13,7 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import between, check, one_of
 from collapipe_flwr.core.links import CODECS, Heartbeat, LinkConfig
 from collapipe_flwr.core.measurements import StageMeasurement, TransferStats
-from collapipe_flwr.core.schedule import ALONE, ReplicaIndex, turns
+from collapipe_flwr.core.schedule import ALONE, ReplicaIndex, list_turns
 from collapipe_flwr.pipeline.compute import CPU, hold
 from collapipe_flwr.pipeline.config import (
     LONGEST_WAIT_S,
@@ -111,7 +111,7 @@ class TrainingOrder:
         return tuple(
             StageReplica(stage=stage, turn=turn, segment=segment)
             for stage, segment in enumerate(self.plan.segments, start=1)
-            for turn in turns(len(segment.device_ids))
+            for turn in list_turns(len(segment.device_ids))
         )
 
     def place(self, part: nn.Module) -> tuple[nn.Module, Optimizer]:

@@ -66,7 +66,7 @@ class _Routes:
                 holder,
                 ReplicaIndex(replica=other, replicas=len(names)),
             )
-            for other in holder.turn.meets(len(names))
+            for other in holder.turn.list_met(len(names))
         )
 
     def find_sibling(self, holder: StageReplica) -> NextHop | None:
@@ -100,7 +100,7 @@ def _set_lane(
     place: NextHop, link: LinkConfig, holder: StageReplica, receiver: ReplicaIndex
 ) -> NextHop:
     """Set the number of the holder's link among those that the receiver reads in turn."""
-    senders = receiver.meets(holder.turn.replicas)
+    senders = receiver.list_met(holder.turn.replicas)
     lane = senders.index(holder.turn.replica)
     return replace(place, link=replace(link, lane=lane, lanes=len(senders)))
 

@@ -21,7 +21,15 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.keys import Value, check, is_key, name_of, prefix_of, rule_of, word_of
+from collapipe_flwr.core.keys import (
+    Value,
+    check,
+    describe_type,
+    find_name,
+    find_prefix,
+    find_rule,
+    is_key,
+)
 
 T = TypeVar("T")
 _PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")  # Flower's
@@ -34,8 +42,8 @@ def parse_section(default: T, prefix: str, values: Mapping[str, Value]) -> T:
     """Set the keys of ``default`` that start with ``prefix``; raises ConfigError."""
     found: dict[str, object] = {}
     for field_ in fields(default):  # type: ignore[arg-type]
-        name = prefix + name_of(field_) if is_key(field_) else ""
-        if (table := prefix_of(field_)) is not None:
+        name = prefix + find_name(field_) if is_key(field_) else ""
+        if (table := find_prefix(field_)) is not None:
             inner = getattr(default, field_.name)
             found[field_.name] = parse_section(inner, prefix + table, values)
         elif name in values:
@@ -66,7 +74,7 @@ def flatten_section(section: Any, prefix: str) -> dict[str, Value]:
     """Return the values, of all keys, that :func:`parse_section` reads as ``section``."""
     values = {}
     for name, field_, owner in _list_keys(section, prefix):
-        rule, value = rule_of(field_), getattr(owner, field_.name)
+        rule, value = find_rule(field_), getattr(owner, field_.name)
         values[name] = value if rule is None or rule.read is None else rule.write(value)
     return values
 
@@ -85,14 +93,14 @@ def refuse_unknown(
 def _list_keys(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any], Any]]:
     """Yield name, field and owner of every key."""
     for field_ in fields(section):
-        if (table := prefix_of(field_)) is not None:
+        if (table := find_prefix(field_)) is not None:
             yield from _list_keys(getattr(section, field_.name), prefix + table)
         elif is_key(field_):
-            yield prefix + name_of(field_), field_, section
+            yield prefix + find_name(field_), field_, section
 
 
 def _parse_value(name: str, value: Value, field_: Field[Any]) -> object:
-    rule = rule_of(field_)
+    rule = find_rule(field_)
     if rule is None or rule.read is None:
         typed = _check_type(name, value, str(field_.type).removesuffix(" | None"))
         check(name, typed, rule)
@@ -122,7 +130,7 @@ def _check_type(name: str, value: Value, wanted: str) -> Value:
             raise ConfigError(f"{name} must be a finite number, got {value}")
         return float(value)
     if type(value).__name__ != wanted:
-        raise ConfigError(f"{name} must be {word_of(wanted)}, got {value!r}")
+        raise ConfigError(f"{name} must be {describe_type(wanted)}, got {value!r}")
     return value
 
 

@@ -1,8 +1,8 @@
-"""What numbers, names and lists may be that another machine sends: types for fields of messages.
+"""Types for the fields of messages, which bound the values that another machine may send.
 
 A field of one of these types is a plain float, int, str or tuple. The codec (`json_codec`) refuses
-all other values when a message arrives, so that nothing behind it has to. The largest numbers are
-far beyond every machine's, and far below those that overflow where they are multiplied and summed.
+all other values when a message arrives, so that no later code has to. The largest numbers are far
+beyond every machine's, and far below those whose products and sums overflow.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ Duration = Annotated[float, between(1e-9, 1e6)]  # seconds
 Watts = Annotated[float, between(1e-9, 1e6)]  # of a radio
 Share = Annotated[float, between(0, 1)]
 Joules = Annotated[float, between(0, 1e15)]
-ComponentState = Annotated[int, between(1, 2**53)]  # bytes
 JoulesPerFlop = Annotated[float, between(0, 1.0)]
 MaybeHuge = Annotated[  # a loss or a norm, which may diverge: to infinity, or to NaN
     float,

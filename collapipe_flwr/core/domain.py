@@ -26,7 +26,7 @@ Matrix = tuple[tuple[float, ...], ...]  # of numbers by pair of members
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
-    """What one piece of the model (embedding, encoder block, decoder) costs per example.
+    """The costs per example of one piece of the model: embedding, encoder block or decoder.
 
     ``state_bytes`` is independent of the batch: weights + gradients + optimizer state.
     """
@@ -37,7 +37,7 @@ class BlockCost:
     state_bytes: int
     stash_bytes: float  # activations kept between forward and backward
     output_bytes: float  # activations at the cut behind this piece, before a link codes them
-    passing_bytes: float = 0.0  # what a pass holds besides for a moment, such as gradients
+    passing_bytes: float = 0.0  # temporary tensors of a pass, such as gradients
     returns: bool = True  # whether a gradient comes back over that cut: not where nothing trains
 
 
@@ -74,7 +74,7 @@ class DeviceProfile:
 
     @property
     def as_edge(self) -> EdgeProfile:
-        """The edge that this device is where it computes the head."""
+        """This device as an edge, which computes the head."""
         return EdgeProfile(
             speed_flop_per_s=self.speed_flop_per_s,
             memory_bytes=self.memory_bytes,
@@ -92,8 +92,8 @@ class EdgeProfile:
     """An edge: decoder speed and transmit power towards the devices.
 
     Edges of the same ``name`` are one machine, whose speed and memory its clusters share. Where a
-    cluster has several to choose from, ``id`` tells them apart, and ``device_id`` is the member
-    that one of them is, if it is one; the energy of others counts nowhere.
+    cluster has several edges, ``id`` distinguishes them. ``device_id`` is set for an edge that is
+    also a member; the energy of other edges is not counted.
     """
 
     speed_flop_per_s: bounds.Speed
@@ -172,13 +172,13 @@ class ClusterProfile:
 
     @property
     def budgets_j(self) -> dict[str, float]:
-        """The energy budgets of all members, of one that is the edge, too."""
+        """The energy budgets of all members, including one that is the edge."""
         edges = {edge.device_id: edge.energy_budget_j for edge in self.edges if edge.device_id}
         return edges | {member.device_id: member.energy_budget_j for member in self.members}
 
     @property
     def edge_id(self) -> str:
-        """The id of the edge that it has, or prefers."""
+        """The id of its edge, or of the preferred one."""
         return "" if self.edge is None else self.edge.id
 
     def has_devices_beside(self, edge: EdgeProfile) -> bool:
@@ -232,8 +232,8 @@ class ClusterSnapshot:
     channel: ChannelState
     links: LinkShares | None = None
 
-    def channel_to(self, edge: EdgeProfile) -> ChannelState:
-        """Return the channel if this is the edge, which may stand where a member does."""
+    def find_channel(self, edge: EdgeProfile) -> ChannelState:
+        """Return the channel to this edge, which may be at a member's place."""
         names = [member.device_id for member in self.profile.members]
         if edge.device_id not in names:
             return self.channel
@@ -245,7 +245,7 @@ class ClusterSnapshot:
             budget_j = self.profile.budgets_j.get(edge.device_id, edge.energy_budget_j)
             edge = replace(edge, energy_budget_j=budget_j)
         profile = replace(self.profile, edge=edge, other_edges=())
-        one = replace(self, profile=profile, channel=self.channel_to(edge))
+        one = replace(self, profile=profile, channel=self.find_channel(edge))
         return one.without({edge.device_id})
 
     def without(self, device_ids: Collection[str]) -> ClusterSnapshot:
@@ -259,17 +259,17 @@ class ClusterSnapshot:
             self,
             profile=replace(self.profile, devices=tuple(devices[n] for n in kept)),
             channel=ChannelState(
-                d2d_gain=_between(channel.d2d_gain, members),
+                d2d_gain=_select_members(channel.d2d_gain, members),
                 edge_gain=tuple(channel.edge_gain[i] for i in members),
             ),
             links=links
             and LinkShares(
-                d2d=_between(links.d2d, members), edge=tuple(links.edge[i] for i in members)
+                d2d=_select_members(links.d2d, members), edge=tuple(links.edge[i] for i in members)
             ),
         )
 
 
-def _between(matrix: Matrix, members: Sequence[int]) -> Matrix:
+def _select_members(matrix: Matrix, members: Sequence[int]) -> Matrix:
     return tuple(tuple(matrix[i][j] for j in members) for i in members)
 
 
@@ -288,7 +288,7 @@ class Snapshot:
         """Return the model with adapters of a cluster's rank."""
         return self.models.get(profile.lora_rank, self.model)
 
-    def edge_of(self, profile: ClusterProfile) -> EdgeProfile:
+    def find_edge(self, profile: ClusterProfile) -> EdgeProfile:
         """Return the edge of a cluster."""
         return profile.edge or self.edge
 
@@ -313,7 +313,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedExecution:
-    """How stages carry out a plan: the order of their passes, and whether devices recompute."""
+    """Execution of a plan by stages: the order of passes, and whether devices recompute."""
 
     schedule: Annotated[str, one_of(*SCHEDULES)] = "1f1b"
     recompute: bool = False  # forward again in the backward pass instead of keeping activations
@@ -391,7 +391,7 @@ class Plan:
     fallback: str | None = None  # why this is not the solver's own plan
     left_out: Mapping[str, str] = field(default_factory=dict)  # why clusters could not be planned
 
-    def cluster(self, cluster_id: str) -> ClusterPlan | None:
+    def find_cluster(self, cluster_id: str) -> ClusterPlan | None:
         """Return the plan of one cluster, or None where it sits this round out."""
         return next((c for c in self.clusters if c.cluster_id == cluster_id), None)
 
@@ -446,7 +446,7 @@ class StageSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOutcome:
-    """The measured round of one cluster; fields that were not measured are None.
+    """The measurements of one cluster's round; None where nothing was measured.
 
     ``measured`` says that ``latency_s`` is by the clock of machines, not of a simulated world.
     ``explained_s`` is the time by the cost model with stages as they were measured, and with links
@@ -468,7 +468,7 @@ class ClusterOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movement:
-    """How far the model moved in a round; None where that was not measured.
+    """Distances that the model moved in a round; None where they were not measured.
 
     With x the update of the global model in this round and y that of the round before: ``norm`` is
     |x|, ``change_norm`` is |x - y|, and ``spread`` the example-weighted mean of |x_m - x|^2 over
@@ -495,7 +495,7 @@ class Spared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOutcome:
-    """What a round cost, measured by clusters of machines and simulated for others.
+    """Time and energy of a round, measured by clusters of machines and simulated for others.
 
     Schedulers update their estimates from it. ``queues_j`` are their energy queues after that, by
     cluster and device, ``spared`` is by cluster.

@@ -52,7 +52,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append lines to a file, of which a part may be written at a power cut.
+    """Append lines to a file; a power cut may leave a part of them.
 
     An incomplete last line of an earlier power cut is removed first.
     """
@@ -80,7 +80,7 @@ def _drop_torn_line(file: BinaryIO) -> None:
 
 @contextmanager
 def draft(path: Path) -> Iterator[Path]:
-    """Yield a path to write to, for `publish` to move to ``path``; otherwise it is removed."""
+    """Yield a path to write to; `publish` moves the file to ``path``, otherwise it is removed."""
     clean(path.parent, of=path.name)
     with _lock(path.parent, fcntl.LOCK_SH):
         folder = mkdtemp(prefix=f"{path.name}.", suffix=_PARTIAL, dir=path.parent)
@@ -113,7 +113,7 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
 
 
 def make_numbered_folder(path: Path) -> Path:
-    """Make a folder that was not there, with a number behind its name if that is taken."""
+    """Make a new folder, with a number behind its name if the name is taken."""
     make_folder(path.parent)
     number, free = 1, path
     while True:
@@ -127,10 +127,10 @@ def make_numbered_folder(path: Path) -> Path:
             return free
 
 
-def own_folder(path: Path, option: str) -> Path:
+def make_own_folder(path: Path, option: str) -> Path:
     """Make a folder that only its owner may enter, and `clean` it; returns the folder.
 
-    Raises ConfigError, which names the ``option``, where OSError is raised elsewhere.
+    Raises ConfigError, which names the ``option``, instead of OSError.
     """
     try:
         make_folder(path, 0o700)

@@ -75,7 +75,7 @@ class PeerBroken(LinkError):
 
 
 class FrozenWanted(LinkError):
-    """A peer that has no checkpoint, so that it must be sent its frozen weights."""
+    """A peer that has no checkpoint and needs its frozen weights from the control unit."""
 
 
 class Unreachable(LinkError):
@@ -130,7 +130,7 @@ class MemberSilent(MemberFailed, LinkTimeout):
 
 
 class AuditFailed(LinkError):
-    """Members of a chain that said what is not so; of two, one did."""
+    """Members of a chain that reported wrong results; of two, one did."""
 
     def __init__(self, accused: tuple[str, ...], why: str) -> None:
         super().__init__(accused, why)
@@ -157,7 +157,7 @@ class PrivacySpent(RunError):
 
 
 @contextmanager
-def wrong_input() -> Iterator[None]:
+def mark_wrong_input() -> Iterator[None]:
     """End a command with exit code 2, as for a wrong option, if the body raises an error."""
     try:
         yield
@@ -168,7 +168,7 @@ def wrong_input() -> Iterator[None]:
 
 @contextmanager
 def prefix_errors(key: str) -> Iterator[None]:
-    """Prefix errors of the body with ``key``: of the run-config, or what else cannot be used."""
+    """Prefix errors of the body with ``key``, a key of the run-config or another source."""
     try:
         yield
     except CollaPipeError as error:
@@ -188,12 +188,12 @@ def wrap_unexpected() -> Iterator[None]:
     except Exception as error:
         words = (str(error).strip() or "no message").splitlines()[0]
         raise RunError(
-            f"unexpected {type(error).__name__} ({words}) {_place(error)}: the log holds the "
-            "traceback; please report it"
+            f"unexpected {type(error).__name__} ({words}) {_describe_place(error)}: the log holds "
+            "the traceback; please report it"
         ) from error
 
 
-def _place(error: Exception) -> str:
+def _describe_place(error: Exception) -> str:
     """Return the innermost line of our code in the traceback, else the line that raised."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     ours = [frame for frame in frames if set(_OWN) & set(Path(frame.filename).parts)]
@@ -204,21 +204,21 @@ def _place(error: Exception) -> str:
 
 
 @contextmanager
-def extra(name: str) -> Iterator[None]:
-    """Wrap the import of a package of extra ``name``; raises ConfigError if it is not installed."""
+def name_extra(name: str) -> Iterator[None]:
+    """Name the extra ``name`` in a ConfigError if the body imports a package that is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise _not_installed(str(error.name), name) from error
+        raise _explain_missing(str(error.name), name) from error
 
 
 def require(module: str, name: str) -> None:
     """Raise ConfigError if ``module`` of extra ``name`` is not installed; imports nothing."""
     if find_spec(module) is None:
-        raise _not_installed(module, name)
+        raise _explain_missing(module, name)
 
 
-def _not_installed(module: str, name: str) -> ConfigError:
+def _explain_missing(module: str, name: str) -> ConfigError:
     return ConfigError(
         f"the package {module.partition('.')[0]} is not installed: "
         f"run `pip install 'collapipe-flwr[{name}]'`"

@@ -1,7 +1,7 @@
-"""An HTTP server for a few clients: their number is bounded, what they send, and their time.
+"""An HTTP server for a few clients, with bounds on their number, requests and time.
 
-Whoever connects is served or sent away at once, so that no client keeps others, or the memory of
-the process that serves besides its work.
+A client is served or refused at once, so that none blocks others or fills the memory of the
+process, which serves beside its main work.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FewClientsServer(ThreadingHTTPServer):
             self.clients.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that went away, or were sent away."""
+        """Ignore clients that left or were refused."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -66,7 +66,7 @@ class BoundedRequest(BaseHTTPRequestHandler):
     server_version, sys_version = "collapipe", ""
 
     def setup(self) -> None:
-        """Start the clock within which the request must be there."""
+        """Start the timer within which the request must arrive."""
         super().setup()
         self.rfile: Any = _Bounded(self.rfile, _REQUEST_BYTES)
         self._late = threading.Timer(REQUEST_S, self._cut_off)
@@ -74,7 +74,7 @@ class BoundedRequest(BaseHTTPRequestHandler):
         self._late.start()
 
     def parse_request(self) -> bool:
-        """Read the request; the clock stops when it is there."""
+        """Read the request, and stop the timer."""
         try:
             return super().parse_request()
         finally:
@@ -85,7 +85,7 @@ class BoundedRequest(BaseHTTPRequestHandler):
         super().finish()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: what strangers ask for belongs to no log, and URLs may hold a secret."""
+        """Log nothing: strangers' requests would fill the log, and URLs may hold a secret."""
 
     def _cut_off(self) -> None:
         with suppress(OSError):
@@ -93,7 +93,7 @@ class BoundedRequest(BaseHTTPRequestHandler):
 
 
 class _Bounded:
-    """The lines of a request; raises ConnectionError behind so many bytes."""
+    """The lines of a request of at most ``most_bytes``; raises ConnectionError for more."""
 
     def __init__(self, file: BinaryIO, most_bytes: int) -> None:
         self._file, self._left = file, most_bytes

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 5.0
-SILENT_S = 1.0  # of it, without a word
+SILENT_S = 1.0  # of it, before the wait is announced
 _NAME = re.compile(r"(\b[\w.-]+\b/)?\b[\w.-]{1,96}\b")  # as the hub allows them
 CONFIG = "config.json"  # of a checkpoint
 _log = logs.getLogger(__name__)
 
 
 def expand_home(name: str) -> Path:
-    """Return the path of a name with ``~`` expanded; as written where there is no such home."""
+    """Return the path of a name with ``~`` expanded, or as written if there is no such home."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
@@ -55,7 +55,7 @@ def explain_no_path(key: str, name: str) -> str:
 
 
 def explain_no_checkpoint(key: str, name: str) -> str:
-    """Explain that a folder holds no checkpoint; empty where one does, or the hub may know it."""
+    """Explain that a folder holds no checkpoint; return "" if it does, or the hub may know it."""
     folder = expand_home(name)
     if folder.is_file() and folder.suffix == ".gguf":
         return (
@@ -94,7 +94,7 @@ def is_reachable() -> bool:
 
 
 def explain_unreachable(name: str) -> str:
-    """Explain that a name was not found as the hub does not answer; empty where it does."""
+    """Explain that a name was not found as the hub does not answer; return "" if it does."""
     if is_reachable():
         return ""
     near = get_close_matches(name, (path.name for path in Path().iterdir() if path.is_dir()), n=1)
@@ -106,7 +106,7 @@ def explain_unreachable(name: str) -> str:
 
 
 def explain_absent_model(name: str) -> str:
-    """Explain that a model is neither a folder nor to be had from the hub; else empty.
+    """Explain that a model is no folder and the hub does not answer; return "" otherwise.
 
     The hub may still not know the name.
     """
@@ -119,7 +119,7 @@ def explain_absent_model(name: str) -> str:
 
 @contextmanager
 def silence(logging: Any) -> Iterator[None]:
-    """Keep a library, given its ``logging`` module, from logging what its errors say too."""
+    """Silence a library's ``logging`` module in the body, as its errors say the same."""
     before = logging.get_verbosity()
     logging.set_verbosity(CRITICAL)
     try:

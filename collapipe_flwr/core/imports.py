@@ -65,10 +65,10 @@ def load_builder(path: str, base: type) -> Any:
     return load_class(path, base) if isinstance(_load(path), type) else load_function(path)
 
 
-def path_of(thing: object, what: str) -> str:
-    """Return the path that leads to a class or function in any process; allow its module here.
+def find_path(thing: object, what: str) -> str:
+    """Find the path that leads to a class or function in any process; allow its module here.
 
-    Raises ModelError, which begins with ``what`` the class or function is, where no path does.
+    Raises ModelError if there is none; its sentence begins with ``what`` the thing is.
     """
     name = getattr(thing, "__qualname__", "")
     module = getattr(thing, "__module__", None)
@@ -81,7 +81,7 @@ def path_of(thing: object, what: str) -> str:
             "to the top of a module of your app"
         )
     path = f"{module}:{name}"
-    if _attribute(sys.modules.get(module), name) is not thing:
+    if _find_attribute(sys.modules.get(module), name) is not thing:
         raise ModelError(f"{what} {name!r} is not what {path!r} leads to: give it that name there")
     if not is_within(module, _LIBRARIES):
         _allowed.add(module)
@@ -93,23 +93,23 @@ def is_within(path: str, names: Iterable[str]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
-def installed_versions() -> dict[str, str]:
-    """Return versions of what a run's results depend on, without importing it."""
-    found = {name: known for name in _PACKAGES if (known := version_of(name))}
+def list_versions() -> dict[str, str]:
+    """List the versions of the packages that a run's results depend on; nothing is imported."""
+    found = {name: known for name in _PACKAGES if (known := find_version(name))}
     return {**found, "Python": python_version()}
 
 
-def version_of(package: str) -> str:
-    """Return the version of a package; empty where it is not installed, as in a bare checkout."""
+def find_version(package: str) -> str:
+    """Find the version of a package; "" if it is not installed, as in a bare checkout."""
     try:
         return version(package)
     except PackageNotFoundError:
         return ""
 
 
-def declared_names(package: str, file: str) -> tuple[str, ...]:
+def list_declared_names(package: str, file: str) -> tuple[str, ...]:
     """Read ``__all__`` of a file of an installed package without importing it."""
-    for text in _sources(package, file):
+    for text in _read_sources(package, file):
         for node in ast.parse(text).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 return tuple(ast.literal_eval(node.value))
@@ -119,19 +119,19 @@ def declared_names(package: str, file: str) -> tuple[str, ...]:
 def is_spelled(text: str, package: str, files: str) -> bool:
     """Return whether some of these files of a package have a text in quotes.
 
-    The files are not imported. What is nowhere spelled is unknown to the package. True where it has
+    The files are not imported. Text that no file has is unknown to the package. True if there are
     no such files.
     """
-    found = list(_sources(package, files))
+    found = list(_read_sources(package, files))
     return not found or any(f'"{text}"' in source for source in found)
 
 
-def words_in(package: str, files: str) -> set[str]:
+def list_words(package: str, files: str) -> set[str]:
     """Return all identifiers in some files of a package, which are not imported."""
-    return {word for text in _sources(package, files) for word in re.findall(r"\w+", text)}
+    return {word for text in _read_sources(package, files) for word in re.findall(r"\w+", text)}
 
 
-def _sources(package: str, files: str) -> Iterator[str]:
+def _read_sources(package: str, files: str) -> Iterator[str]:
     """Yield the texts of source files in the folder of an installed package."""
     spec = find_spec(package)
     for folder in (spec and spec.submodule_search_locations) or ():
@@ -145,26 +145,26 @@ def _load(path: str) -> object:
         raise ModelError(f"{path!r} is no import path: write it like 'my_app.task:Net'")
     allowed = (*_allowed, *_LIBRARIES)
     if not is_within(module, allowed):
-        raise _refusal(path, module)
+        raise _explain_refusal(path, module)
     try:
-        found = _attribute(import_module(module), name)
+        found = _find_attribute(import_module(module), name)
     except ImportError as cause:
         raise ModelError(f"{path!r} cannot be imported here: {cause}") from cause
     if found is None:
         raise ModelError(f"{path!r} leads nowhere: {module} has no {name!r} here")
     home = inspect.getmodule(found)
     if home is None or not is_within(home.__name__, allowed):
-        raise _refusal(path, home.__name__ if home else type(found).__module__)
+        raise _explain_refusal(path, home.__name__ if home else type(found).__module__)
     return found
 
 
-def _attribute(module: Any, name: str) -> Any:
+def _find_attribute(module: Any, name: str) -> Any:
     for part in name.split("."):
         module = getattr(module, part, None)
     return module
 
 
-def _refusal(path: str, module: str) -> ModelError:
+def _explain_refusal(path: str, module: str) -> ModelError:
     return ModelError(
         f"{path!r} leads into {module}, which this host does not import: start it with "
         f"--import {module}"

@@ -1,4 +1,4 @@
-"""What went wrong in a round, from where it was noticed to the report."""
+"""Incidents of a round, from the code that notices them to the report."""
 
 from __future__ import annotations
 

@@ -33,22 +33,22 @@ _MOST = 2**64  # beyond every whole number: node ids of Flower have 64 bits
 
 
 @cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _read_hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 
 
 @cache
-def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+def _split_type(kind: Any) -> tuple[Any, tuple[Any, ...]]:
     return typing.get_origin(kind), typing.get_args(kind)
 
 
 @cache
-def _values(kind: type[Enum]) -> list[Any]:
+def _list_values(kind: type[Enum]) -> list[Any]:
     return [member.value for member in kind]
 
 
 @cache
-def _required(kind: Any) -> list[str]:
+def _list_required(kind: Any) -> list[str]:
     """List the fields without a default by name."""
     without = (f for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
     return sorted(f.name for f in without)
@@ -99,31 +99,31 @@ def to_plain(value: object) -> Any:
 
 
 def _decode(kind: Any, data: Any, path: str) -> Any:
-    """Build a ``kind`` from what JSON holds; an empty ``path`` stays empty, to save time."""
+    """Build a ``kind`` from decoded JSON; an empty ``path`` stays empty, to save time."""
     if kind in _SCALARS:
         return _decode_scalar(kind, data, path)
-    origin, args = _parts(kind)
+    origin, args = _split_type(kind)
     if origin is Annotated:
         return _check_rules(args[1:], _decode(args[0], data, path), path)
     if origin in (typing.Union, types.UnionType):
         options = [option for option in args if option is not type(None)]
         if data is None and len(options) < len(args):
             return None
-        exact = [option for option in options if _bare(option) is type(data)]
+        exact = [option for option in options if _strip_rules(option) is type(data)]
         return _decode((exact or options)[0], data, path)
     if origin is tuple:
         return _decode_tuple(args, data, path)
     if origin in (Mapping, dict):
-        pairs = _object(data, path).items()
+        pairs = _check_object(data, path).items()
         return {
-            _decode(args[0], k, path): _decode(args[1], v, _place_of(path, k)) for k, v in pairs
+            _decode(args[0], k, path): _decode(args[1], v, _extend_path(path, k)) for k, v in pairs
         }
     if is_dataclass(kind):
-        return _decode_dataclass(kind, _object(data, path), path)
+        return _decode_dataclass(kind, _check_object(data, path), path)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        values = _values(kind)
+        values = _list_values(kind)
         if not any(type(value) is type(data) and value == data for value in values):
-            raise _wrong(path, f"one of {values}", data)
+            raise _make_error(path, f"one of {values}", data)
         return kind(data)
     return _decode_scalar(kind, data, path)
 
@@ -132,11 +132,11 @@ def _decode_scalar(kind: Any, data: Any, path: str) -> Any:
     if kind is float and type(data) is int and abs(data) < 2**63:
         return float(data)
     if type(data) is not kind:
-        raise _wrong(path, _SCALARS.get(kind, "a number"), data)
+        raise _make_error(path, _SCALARS.get(kind, "a number"), data)
     if kind is int and not -_MOST < data < _MOST:
-        raise _wrong(path, "a whole number of at most 64 bits", data)
+        raise _make_error(path, "a whole number of at most 64 bits", data)
     if kind is str and not _is_unicode(data):
-        raise _wrong(path, "a string of Unicode characters", data)
+        raise _make_error(path, "a string of Unicode characters", data)
     return data
 
 
@@ -147,8 +147,8 @@ def _check_rules(rules: tuple[object, ...], value: Any, path: str) -> Any:
     return value
 
 
-def _bare(kind: Any) -> Any:
-    origin, args = _parts(kind)
+def _strip_rules(kind: Any) -> Any:
+    origin, args = _split_type(kind)
     return args[0] if origin is Annotated else kind
 
 
@@ -162,27 +162,27 @@ def _is_unicode(text: str) -> bool:
 
 def _decode_tuple(args: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...]:
     if not isinstance(data, list):
-        raise _wrong(path, "a list", data)
+        raise _make_error(path, "a list", data)
     if args[-1] is Ellipsis:
         args = args[:1] * len(data)
     if len(data) != len(args):
-        raise _wrong(path, f"a list of {len(args)}", data)
+        raise _make_error(path, f"a list of {len(args)}", data)
     pairs = zip(args, data, strict=True)
     return tuple(_decode(a, v, path and f"{path}[{i}]") for i, (a, v) in enumerate(pairs))
 
 
-def _object(data: Any, path: str) -> dict[str, Any]:
+def _check_object(data: Any, path: str) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise _wrong(path, "an object", data)
+        raise _make_error(path, "an object", data)
     return data
 
 
 def _decode_dataclass(kind: Any, data: dict[str, Any], path: str) -> Any:
-    hints = _hints(kind)
+    hints = _read_hints(kind)
     unknown = sorted(set(data) - set(hints))
     if unknown:
         raise ProtocolError(f"{path} has the unknown key {_show(unknown[0])}")
-    for name in _required(kind):
+    for name in _list_required(kind):
         if name not in data:
             raise ProtocolError(f"{path} lacks the key {name!r}")
     values = {k: _decode(hints[k], v, path and f"{path}.{k}") for k, v in data.items()}
@@ -192,7 +192,7 @@ def _decode_dataclass(kind: Any, data: dict[str, Any], path: str) -> Any:
         raise ProtocolError(f"{path}: {error}") from error
 
 
-def _wrong(path: str, wanted: str, data: Any) -> ProtocolError:
+def _make_error(path: str, wanted: str, data: Any) -> ProtocolError:
     return ProtocolError(f"{path} must be {wanted}, got {_show(data)}")
 
 
@@ -203,6 +203,6 @@ def _show(data: Any) -> str:
         return "deeply nested lists or objects"
 
 
-def _place_of(path: str, key: str) -> str:
-    """Return the place of a mapping's value; a peer chose the key, so it is made printable."""
+def _extend_path(path: str, key: str) -> str:
+    """Extend a path by a mapping's key, which is made printable because a peer chose it."""
     return path and f"{path}.{to_one_line(key, SHORT)}"

@@ -37,15 +37,15 @@ AUTO, CPU = "auto", "cpu"  # where a process computes
 class Rule:
     """A test of one value and a description of what it accepts.
 
-    ``read`` and ``write`` tell how a value that is no plain one is written in a configuration;
-    ``read`` raises ValueError for other text.
+    ``read`` and ``write`` convert a value that is not plain from and to text of a configuration;
+    ``read`` raises ValueError for text that it cannot convert.
     """
 
     holds: Callable[[Any], bool]
     says: str
     read: Callable[[str], Any] | None = None
     write: Callable[[Any], str] = str
-    names: tuple[str, ...] = ()  # the values, where there are only so many
+    names: tuple[str, ...] = ()  # all values, where they can be listed
 
 
 def at_least(low: float) -> Rule:
@@ -78,7 +78,7 @@ def some_of(*names: str, empty: bool = False) -> Rule:
     """Accept a comma-separated choice of a few names, or ``empty`` text, as a tuple."""
 
     def read(text: str) -> tuple[str, ...]:
-        return _parts(text) if text.strip() or not empty else ()
+        return _split_parts(text) if text.strip() or not empty else ()
 
     says = "must list some of " + ", ".join(names)
     return Rule(lambda v: set(v) <= set(names), says, read, ",".join)
@@ -88,7 +88,7 @@ def counts(*, empty: bool = False) -> Rule:
     """Accept comma-separated whole numbers from 1 to a million, or ``empty`` text, as a tuple."""
 
     def read(text: str) -> tuple[int, ...]:
-        parts = _parts(text) if text.strip() or not empty else ()
+        parts = _split_parts(text) if text.strip() or not empty else ()
         if not all(part.isdigit() for part in parts):
             raise ValueError(text)
         return tuple(map(int, parts))
@@ -123,20 +123,20 @@ def compute_name() -> Rule:
 
 def words() -> Rule:
     """Accept words between spaces or commas, as a tuple."""
-    return _any(read=lambda t: tuple(t.replace(",", " ").split()), write=" ".join)
+    return _accept_any(read=lambda t: tuple(t.replace(",", " ").split()), write=" ".join)
 
 
 def name_lists() -> Rule:
     """Accept lists of names, commas inside and semicolons between them, as tuples in a tuple."""
-    return _any(
-        read=lambda t: tuple(_parts(part) for part in t.split(";") if part.strip()),
+    return _accept_any(
+        read=lambda t: tuple(_split_parts(part) for part in t.split(";") if part.strip()),
         write=lambda v: ";".join(map(",".join, v)),
     )
 
 
 def path() -> Rule:
     """Accept the name of a file or folder; None where it is empty."""
-    return _any(read=lambda t: Path(t) if t else None, write=lambda v: str(v or ""))
+    return _accept_any(read=lambda t: Path(t) if t else None, write=lambda v: str(v or ""))
 
 
 def assignments() -> Rule:
@@ -174,8 +174,8 @@ def inline(default: T, *, table: str = "") -> T:
     return declared
 
 
-def prefix_of(field_: Field[Any]) -> str | None:
-    """Return how the keys of an inlined field begin; None for any other field."""
+def find_prefix(field_: Field[Any]) -> str | None:
+    """Find the prefix of the keys of an inlined field; None for any other field."""
     prefix: str | None = field_.metadata.get(_INLINE)
     return prefix
 
@@ -184,12 +184,12 @@ def is_key(field_: Field[Any]) -> bool:
     return _RULE in field_.metadata
 
 
-def name_of(field_: Field[Any]) -> str:
-    """Return how users write a key."""
+def find_name(field_: Field[Any]) -> str:
+    """Find the name by which users write a key."""
     return field_.metadata[_NAME] or field_.name.replace("_", "-")
 
 
-def rule_of(field_: Field[Any]) -> Rule | None:
+def find_rule(field_: Field[Any]) -> Rule | None:
     rule: Rule | None = field_.metadata[_RULE]
     return rule
 
@@ -206,31 +206,31 @@ def check_keys(section: Any, prefix: str) -> None:
     """Check the keys of an object that was built by hand; raises ConfigError."""
     check_types(section, prefix)
     for field_ in filter(is_key, fields(section)):
-        check(prefix + name_of(field_), getattr(section, field_.name), rule_of(field_))
+        check(prefix + find_name(field_), getattr(section, field_.name), find_rule(field_))
 
 
 def check_types(section: Any, prefix: str) -> None:
-    """Raise ConfigError for a text, number or truth value in place of another of these."""
+    """Raise ConfigError for a text, number or truth value of the wrong one of these types."""
     for field_ in filter(is_key, fields(section)):
         value, kind = getattr(section, field_.name), str(field_.type)
         wanted = kind.removesuffix(" | None")
         if wanted not in _PLAIN or (value is None and wanted != kind):
             continue
         if not isinstance(value, _PLAIN[wanted][0]) or isinstance(value, bool) > (wanted == "bool"):
-            name = prefix + name_of(field_)
-            raise ConfigError(f"{name} must be {word_of(wanted)}, got {value!r}")
+            name = prefix + find_name(field_)
+            raise ConfigError(f"{name} must be {describe_type(wanted)}, got {value!r}")
 
 
-def word_of(kind: str) -> str:
-    """Return what values of a type are called in sentences."""
+def describe_type(kind: str) -> str:
+    """Describe the values of a type in words."""
     return _PLAIN[kind][1]
 
 
-def _any(read: Callable[[str], Any], write: Callable[[Any], str]) -> Rule:
+def _accept_any(read: Callable[[str], Any], write: Callable[[Any], str]) -> Rule:
     return Rule(lambda _: True, "", read, write)
 
 
-def _parts(text: str) -> tuple[str, ...]:
+def _split_parts(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 

@@ -11,7 +11,6 @@ import math
 import random
 import re
 import socket
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ HIGHEST_PORT = 65535
 _UNASKED_PORTS = range(15_000, 32_000)  # no system gives these to outgoing connections
 
 
-def host_and_port(address: str, *, least: int = 1) -> tuple[str, int]:
+def split_address(address: str, *, least: int = 1) -> tuple[str, int]:
     """Split an address into host, without brackets, and port; raises ConfigError.
 
     A port of 0, where ``least`` allows it, is chosen by the system. gRPC itself refuses neither
@@ -54,9 +53,10 @@ def host_and_port(address: str, *, least: int = 1) -> tuple[str, int]:
 
 
 def _is_name(host: str) -> bool:
-    """Return whether each part between dots is neither empty nor too long to connect to.
+    """Return whether a host can be connected to.
 
-    Nor is it an IP address with a slip, or has blanks.
+    It has no blanks, no part between dots that is empty or too long, and is no IP address with a
+    slip.
     """
     try:
         return host.split() == [host] and bool(host.encode("idna")) and not is_slip(host)
@@ -65,7 +65,7 @@ def _is_name(host: str) -> bool:
 
 
 def is_slip(host: str) -> bool:
-    """Return whether a host is made of numbers like an IP address, and is none."""
+    """Return whether a host consists of numbers and dots but is no IP address."""
     if not set(host) <= set("0123456789."):
         return False
     try:
@@ -76,22 +76,22 @@ def is_slip(host: str) -> bool:
 
 
 def is_address(text: str) -> bool:
-    """Return whether `host_and_port` accepts an address."""
+    """Return whether `split_address` accepts an address."""
     try:
-        host_and_port(text)
+        split_address(text)
     except ConfigError:
         return False
     return True
 
 
-def with_port(address: str, port: int) -> str:
-    """HOST:PORT of HOST; an address with a port stays as it is."""
+def add_port(address: str, port: int) -> str:
+    """Make HOST:PORT of HOST; an address with a port stays as it is."""
     return address if re.search(r":[0-9]{1,5}$", address) else f"{address}:{port}"
 
 
-def host_towards(address: str) -> str:
-    """Find the address of this machine on the way to another; nothing is sent."""
-    host, port = host_and_port(address)
+def find_own_address(address: str) -> str:
+    """Find this machine's address on the interface towards another machine; nothing is sent."""
+    host, port = split_address(address)
     try:
         ((family, *_, target), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -111,7 +111,7 @@ def is_loopback(host: str) -> bool:
 
 
 def find_free_ports(count: int) -> list[int]:
-    """Find distinct ports of loopback that nobody uses, and hardly anybody takes before we do."""
+    """Find distinct free ports of loopback, which other programs are unlikely to take soon."""
     found: list[int] = []
     with ExitStack() as stack:
         for port in random.SystemRandom().sample(_UNASKED_PORTS, len(_UNASKED_PORTS)):
@@ -151,12 +151,12 @@ class LinkConfig:
         return replace(
             self,
             codec=codec or self.codec,
-            forward_bit_per_s=min_rate(self.forward_bit_per_s, bit_per_s),
-            backward_bit_per_s=min_rate(self.backward_bit_per_s, bit_per_s),
+            forward_bit_per_s=find_min_rate(self.forward_bit_per_s, bit_per_s),
+            backward_bit_per_s=find_min_rate(self.backward_bit_per_s, bit_per_s),
         )
 
 
-def min_rate(rate: float | None, other: float | None) -> float | None:
+def find_min_rate(rate: float | None, other: float | None) -> float | None:
     """Return the smaller of two limits; None is no limit."""
     return min((r for r in (rate, other) if r is not None), default=None)
 
@@ -199,11 +199,11 @@ class LinkTraffic:
     """Traffic in one direction of a link since it was opened.
 
     ``sending_s`` is the time for which it kept the wire busy, as far as the sending end knows:
-    until the transport took it, and as long as a rate held it back; 0 at the receiving end and
-    where nothing is timed. ``notes`` are of single frames on links that move bytes: when they left
-    (after any rate limit) or arrived at the end that noted them. ``wire_bit_per_s`` is the capacity
-    of the wire by the notes of both ends (`core.wire`), None where it is
-    unknown: in memory, or with too few frames.
+    until the transport took the frames, or as long as a rate limit delayed them; 0 at the receiving
+    end and where nothing is timed. ``notes`` are the times when single frames left (after any rate
+    limit) or arrived, on links that move bytes. ``wire_bit_per_s`` is the capacity of the wire by
+    the notes of both ends (`core.wire`), None where it is unknown: in memory, or with too few
+    frames.
     """
 
     bytes: bounds.Bytes = 0
@@ -254,19 +254,3 @@ class LinkReport:
     link: LinkConfig
     forward: LinkTraffic
     backward: LinkTraffic
-
-
-def sum_reports(reports: Iterable[LinkReport]) -> tuple[LinkReport, ...]:
-    """Sum reports by hop and codec, in order of first use; the latest rates count."""
-    found: dict[tuple[str, str, str, str], LinkReport] = {}
-    for report in reports:
-        key = (report.cluster_id, report.sender, report.receiver, report.link.codec)
-        if key in found:
-            before = found[key]
-            report = replace(
-                report,
-                forward=before.forward + report.forward,
-                backward=before.backward + report.backward,
-            )
-        found[key] = report
-    return tuple(found.values())

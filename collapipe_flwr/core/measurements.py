@@ -1,7 +1,7 @@
-"""What clusters measure in a round: each stage, and the cluster as a whole.
+"""Measurements of a cluster in a round: of each stage, and of the cluster as a whole.
 
 Links are measured beyond their senders' rate limits (`core.wire`). A rate limit in the cluster file
-counts as the link's; a limit at the planned rate says nothing about the link, so a paced sample
+counts as the link's own; a limit at the planned rate says nothing about the link, so a paced sample
 means "at least as planned" (``LinkSample.paced``).
 """
 
@@ -18,7 +18,7 @@ from collapipe_flwr.core import bounds
 from collapipe_flwr.core.domain import MOST_DEVICES, ClusterPlan, ClusterProfile, GradientNoise
 from collapipe_flwr.core.keys import one_of
 from collapipe_flwr.core.links import LinkReport, LinkTraffic
-from collapipe_flwr.core.wire import carried_bit_per_s
+from collapipe_flwr.core.wire import measure_bit_per_s
 
 MOST_STEPS = 2**20  # of one round
 _FEW = bounds.most_entries(MOST_DEVICES)
@@ -86,9 +86,9 @@ class StageMeasurement:
     squares of their weights (labels), whose sums are `small_squares` and `big_squares`;
     `small_weight` and `big_weight` are the sums of the weights themselves. Only the first replica
     of a stage has small ones and norms. `peak_tensor_bytes` is by `MemoryMeter`. `spans` are
-    recorded on request; the sum of two reports keeps the first `MOST_SPANS`. `cache` is that of
-    the control unit's frozen blocks. `notes` and `rounding`
-    are for audits (`pipeline.notes`), and leave the cluster in no report.
+    recorded on request; the sum of two reports keeps the first `MOST_SPANS`. `cache` is that of the
+    control unit's frozen blocks. `notes` and `rounding` are for audits (`pipeline.notes`) and stay
+    within the cluster.
     """
 
     name: bounds.Name
@@ -126,9 +126,9 @@ class StageMeasurement:
             if name == "peak_tensor_bytes":
                 joint[name] = max(mine, theirs)
             elif name == "small_square_norm":
-                joint[name] = _mean((mine, theirs), (self.small_squares, later.small_squares))
+                joint[name] = _average((mine, theirs), (self.small_squares, later.small_squares))
             elif name == "big_square_norm":
-                joint[name] = _mean((mine, theirs), (self.big_squares, later.big_squares))
+                joint[name] = _average((mine, theirs), (self.big_squares, later.big_squares))
             elif name == "energy_j":
                 known = mine is not None and theirs is not None
                 joint[name] = mine + theirs if known else None
@@ -141,8 +141,8 @@ class StageMeasurement:
         return replace(self, **joint)  # type: ignore[arg-type]
 
 
-def _mean(values: tuple[float, float], weights: tuple[float, float]) -> float:
-    """Average two means by their weights; one that weighs nothing does not count."""
+def _average(values: tuple[float, float], weights: tuple[float, float]) -> float:
+    """Average two means by their weights; a mean of weight 0 is ignored."""
     (first, second), (mine, theirs) = values, weights
     if not (mine and theirs):
         return second if theirs else first
@@ -151,7 +151,7 @@ def _mean(values: tuple[float, float], weights: tuple[float, float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStats:
-    """Bytes of tensors that travelled, and of those that did not have to."""
+    """Bytes of tensors that travelled, and of those that the receiver had already."""
 
     sent_bytes: bounds.Bytes = 0
     received_bytes: bounds.Bytes = 0
@@ -167,7 +167,7 @@ class TransferStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterMeasurement:
-    """``reports`` are in pipeline order: control unit, devices; ``edge`` is the decoder's."""
+    """One cluster's round; ``reports`` of control unit and devices are in pipeline order."""
 
     cluster_id: bounds.Name
     examples: bounds.Claim
@@ -193,13 +193,13 @@ class ClusterMeasurement:
 
     @property
     def cluster_ids(self) -> set[str]:
-        """The clusters that it speaks of: one, unless it is wrong."""
+        """The clusters that its parts name: one, unless a part is wrong."""
         parts = (self, self.replanned, self.profile)
         return {part.cluster_id for part in parts if part is not None}
 
     @property
     def loss(self) -> float | None:
-        """Mean over the steps, None without steps."""
+        """The mean loss over the steps, None without steps."""
         return math.fsum(self.losses) / len(self.losses) if self.losses else None
 
     @property
@@ -213,7 +213,7 @@ class ClusterMeasurement:
         last = edge.sent_up.bytes + edge.received_up.bytes if edge else sum(hops[-1:])
         return {D2D: sum(hops) - last + beside, D2E: last}
 
-    def links(self, plan: ClusterPlan, *, paced: bool) -> tuple[LinkReport, ...]:
+    def report_links(self, plan: ClusterPlan, *, paced: bool) -> tuple[LinkReport, ...]:
         """Report the hops of ``plan``, with its rates if senders kept to them (``paced``).
 
         Empty if the round ran over several chains. Where stages have replicas, each connected pair
@@ -230,11 +230,11 @@ class ClusterMeasurement:
                 sender=ahead[i].name,
                 receiver=behind[j].name,
                 link=hop if paced else hop.unpaced,
-                forward=_seen_by_both(ahead[i].sent_down, behind[j].received_up, of_sender),
-                backward=_seen_by_both(behind[j].sent_up, ahead[i].received_down, of_receiver),
+                forward=_join_ends(ahead[i].sent_down, behind[j].received_up, of_sender),
+                backward=_join_ends(behind[j].sent_up, ahead[i].received_down, of_receiver),
             )
             for (ahead, behind), hop in zip(pairwise(stages), plan.hops, strict=False)
-            for i, j, of_sender, of_receiver in _meetings(plan, len(ahead), len(behind))
+            for i, j, of_sender, of_receiver in _list_meetings(plan, len(ahead), len(behind))
         )
 
     @property
@@ -261,10 +261,9 @@ class ClusterMeasurement:
     def gradient_noise(self) -> GradientNoise | None:
         """Squared gradient norms of the whole model for micro-batches and batches, by their sizes.
 
-        Sizes are those of what was trained on, whatever was planned: sum n^2 / sum n over the
-        steps, for n labels each, in examples of so many labels as there are on average
-        (docs/theory-appendix.md, 4.4). The edge takes part in all steps; other stages count for
-        their share.
+        Sizes are those of the batches that were trained on: sum n^2 / sum n over the steps, for n
+        labels each, in examples with the average number of labels (docs/theory-appendix.md, 4.4).
+        The edge takes part in all steps; other stages count for their share.
         """
         edge = self.edge
         if edge is None or not self.reports or not self.examples:
@@ -285,20 +284,20 @@ class ClusterMeasurement:
         )
 
 
-def _meetings(
+def _list_meetings(
     plan: ClusterPlan, ahead: int, behind: int
 ) -> Iterator[tuple[int, int, float, float]]:
-    """Pairs of replicas of adjacent stages that exchange data, with each one's share of work."""
+    """List pairs of replicas of adjacent stages that exchange data, with the share of each."""
     counts = Counter((m % ahead, m % behind) for m in range(plan.micro_batches))
     for (i, j), count in sorted(counts.items()):
         own = (len(range(i, plan.micro_batches, ahead)), len(range(j, plan.micro_batches, behind)))
         yield i, j, count / own[0], count / own[1]
 
 
-def _seen_by_both(sent: LinkTraffic, received: LinkTraffic, share: float) -> LinkTraffic:
-    """One direction of a hop, with the rate that the notes of both ends give."""
+def _join_ends(sent: LinkTraffic, received: LinkTraffic, share: float) -> LinkTraffic:
+    """Join the measurements of both ends of a hop's direction; their notes give its rate."""
     return LinkTraffic(
         bytes=round(share * sent.bytes),
         sending_s=share * sent.sending_s,
-        wire_bit_per_s=carried_bit_per_s(sent.notes, received.notes),
+        wire_bit_per_s=measure_bit_per_s(sent.notes, received.notes),
     )

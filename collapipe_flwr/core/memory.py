@@ -8,20 +8,20 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def available_memory_bytes() -> int:
+def read_available_bytes() -> int:
     """Read the memory that may be used without swapping, on Linux; elsewhere all memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = next(int(li.split()[1]) * 1024 for li in lines if li.startswith("MemAvailable:"))
-    return min([free, *left_in_groups()])
+    return min([free, *read_group_limits()])
 
 
-def left_in_groups(
+def read_group_limits(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> Iterator[int]:
-    """Yield what the limits of this process's control groups leave, of version 1 or 2 or both.
+    """Yield the bytes left within the limits of this process's control groups, version 1 and 2.
 
     Cached files count as free.
     """

@@ -1,7 +1,7 @@
 """Processes and signals: children that end with their parent, and orderly shutdown.
 
-The parent holds a pipe open, and the child has the other end as its stdin. The kernel closes the
-pipe with the parent, also on SIGKILL, and the child ends itself as by SIGTERM.
+The parent holds a pipe open, and the child has the other end as its stdin. When the parent ends,
+also by SIGKILL, the kernel closes the pipe, and the child ends itself as by SIGTERM.
 
 Run as ``python -P -m collapipe_flwr.core.processes SECONDS COMMAND ...`` with a pipe as stdin
 (`guard_command`), this module runs another program. It ends with the status of the command, or ends
@@ -41,7 +41,7 @@ def stop_on_signals() -> Iterator[threading.Event]:
 
 @contextmanager
 def exit_on_signals(answer: Callable[[], str] | None = None) -> Iterator[None]:
-    """Raise SystemExit in the body on SIGTERM and SIGINT, so that it stops what it has started.
+    """Raise SystemExit in the body on SIGTERM and SIGINT, so that its cleanup runs.
 
     The text that ``answer`` returns is written to stderr at once. Further signals are ignored, so
     cleanup must have deadlines of its own.
@@ -100,8 +100,8 @@ def _handle_signals(handler: _Handler) -> Iterator[None]:
 def _hear_signals(hear: Callable[[int], object]) -> Iterator[None]:
     """Call ``hear`` with SIGTERM and SIGINT in a thread of its own while the body runs.
 
-    The system tells that thread by a pipe. Python's handlers run in the main thread, and that may
-    have begun to wait just before the signal came, or hold a lock that the handler needs.
+    A pipe wakes that thread. Python's handlers run in the main thread, which may have begun to wait
+    just before the signal came, or hold a lock that the handler needs.
     """
     told, tell = os.pipe()
     os.set_blocking(tell, False)
@@ -126,7 +126,7 @@ def _hear_signals(hear: Callable[[int], object]) -> Iterator[None]:
 
 
 @contextmanager
-def lifeline() -> Iterator[int]:
+def open_lifeline() -> Iterator[int]:
     """Yield the stdin of a child to which the parent has no other pipe."""
     read, write = os.pipe()
     try:
@@ -181,15 +181,15 @@ def main() -> None:
         threading.Thread(target=wait, daemon=True).start()
         stop.wait()
         if process.poll() is None:
-            _end({process.pid, *_groups_below(process.pid)}, float(patience_s))
+            _end({process.pid, *_find_groups_below(process.pid)}, float(patience_s))
             process.wait()
     raise SystemExit(process.returncode if process.returncode >= 0 else 128 - process.returncode)
 
 
-def _groups_below(pid: int) -> set[int]:
-    """Return process groups of the children: those of a SuperLink outlive it during a run.
+def _find_groups_below(pid: int) -> set[int]:
+    """Find process groups of the children: those of a SuperLink outlive it during a run.
 
-    Empty where the system does not tell: then only the process's own group is ended.
+    Empty if the system does not list them: then only the process's own group is ended.
     """
     try:
         rows = _read_proc() if (_PROC / "self").exists() else _read_ps()

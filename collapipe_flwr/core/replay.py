@@ -16,7 +16,14 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.core.schedule import Action, Actions, Op, ReplicaIndex, stage_actions, turns
+from collapipe_flwr.core.schedule import (
+    Action,
+    Actions,
+    Op,
+    ReplicaIndex,
+    list_stage_actions,
+    list_turns,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ class Schedule:
     @property
     def workers(self) -> tuple[Worker, ...]:
         """The workers that execute the actions, in the same order."""
-        return _workers(self.replicas or (1,) * len(self.actions))
+        return _list_workers(self.replicas or (1,) * len(self.actions))
 
     def grid(self) -> str:
         """Draw a line per worker with a column per time slot (every action takes one slot)."""
@@ -67,7 +74,7 @@ class Schedule:
         """
         return round(self._replay_slots(queue_frames).makespan_s)
 
-    def in_flight(self) -> tuple[int, ...]:
+    def count_in_flight(self) -> tuple[int, ...]:
         """Count per worker the most micro-batches that wait for their backward at any time."""
         return tuple(
             max(accumulate((1 if op is Op.FORWARD else -1 for op, _ in stage), initial=0))
@@ -139,17 +146,17 @@ def build_schedule(name: str, depths: Sequence[int], micro_batches: int) -> Sche
 def build_unchecked(
     name: str, depths: Sequence[int], micro_batches: int, replicas: Sequence[int] = ()
 ) -> Schedule:
-    """Build as `build_schedule` what may block; a depth is that of each replica."""
+    """Build a schedule without checking whether it blocks; a depth is that of each replica."""
     counts = tuple(replicas) or (1,) * len(depths)
     actions = tuple(
-        stage_actions(name, depths[worker.stage], micro_batches, worker.turn)
-        for worker in _workers(counts)
+        list_stage_actions(name, depths[worker.stage], micro_batches, worker.turn)
+        for worker in _list_workers(counts)
     )
     return Schedule(name, actions, counts)
 
 
-def _workers(replicas: Sequence[int]) -> tuple[Worker, ...]:
-    return tuple(Worker(s, turn) for s, count in enumerate(replicas) for turn in turns(count))
+def _list_workers(replicas: Sequence[int]) -> tuple[Worker, ...]:
+    return tuple(Worker(s, turn) for s, count in enumerate(replicas) for turn in list_turns(count))
 
 
 def replay(times: StepTimes, depths: Sequence[int], micro_batches: int) -> Trace:
@@ -211,7 +218,7 @@ class _Replay:
         while self.events:
             self.now, _, done, resource, action = heapq.heappop(self.events)
             done(resource, action)
-        if blockers := [self._blocker(worker) for worker in self.workers if worker.queue]:
+        if blockers := [self._explain_block(worker) for worker in self.workers if worker.queue]:
             raise ScheduleError(f"schedule {self.name} blocks: {'; '.join(blockers)}")
         return Trace(self.now, tuple(self.spans))
 
@@ -220,16 +227,16 @@ class _Replay:
         if resource.busy or not resource.queue:
             return
         action, is_worker = resource.queue[0], resource.stage >= 0
-        if is_worker and (action not in resource.arrived or self._blocker(resource)):
+        if is_worker and (action not in resource.arrived or self._explain_block(resource)):
             return
         resource.busy = True
         done = self._finish_pass if is_worker else self._deliver
         self._use(resource, resource.seconds[action.op], done, resource.queue.popleft())
 
-    def _blocker(self, worker: _Resource) -> str:
+    def _explain_block(self, worker: _Resource) -> str:
         """Say why a worker cannot begin its next action; empty where it has input and room."""
         action = worker.queue[0]
-        source, target = self._neighbours(worker, action)
+        source, target = self._find_neighbours(worker, action)
         if source is not None and source.sent[worker.place][:1] != [action]:
             return f"{worker.name} waits with {action} for {source.name}"
         if target is not None and len(worker.sent[target.place]) == self.queue_frames:
@@ -242,18 +249,18 @@ class _Replay:
         heapq.heappush(self.events, (end, len(self.spans), done, resource, action))
         self.spans.append(ResourceUse(resource.name, action.micro_batch, self.now, end))
 
-    def _neighbours(self, worker: _Resource, action: Action) -> list[_Resource | None]:
+    def _find_neighbours(self, worker: _Resource, action: Action) -> list[_Resource | None]:
         """Return the workers that the action's input comes from and its output goes to."""
         step = 1 - 2 * action.op
-        return [self._at(worker.stage + way, action.micro_batch) for way in (-step, step)]
+        return [self._find_worker(worker.stage + way, action.micro_batch) for way in (-step, step)]
 
-    def _at(self, stage: int, micro_batch: int) -> _Resource | None:
+    def _find_worker(self, stage: int, micro_batch: int) -> _Resource | None:
         """Return the worker of a stage that a micro-batch passes; None beyond the chain's ends."""
         replicas = self.stages.get(stage)
         return replicas[micro_batch % len(replicas)] if replicas else None
 
     def _finish_pass(self, worker: _Resource, action: Action) -> None:
-        source, target = self._neighbours(worker, action)
+        source, target = self._find_neighbours(worker, action)
         if source is not None:
             source.sent[worker.place].pop(0)
             self._serve(source)  # which may have waited for this queue
@@ -275,7 +282,7 @@ class _Replay:
 
     def _deliver(self, link: _Resource, action: Action) -> None:
         link.busy = False
-        worker = self._at(link.place + 1 - action.op, action.micro_batch)
+        worker = self._find_worker(link.place + 1 - action.op, action.micro_batch)
         assert worker is not None
         worker.arrived.add(action)
         self._serve(worker)

@@ -34,38 +34,38 @@ class ReplicaIndex:
         if not 0 <= self.replica < self.replicas:
             raise ConfigError(f"a stage of {self.replicas} replicas has none with {self.replica}")
 
-    def own(self, micro_batches: int) -> range:
+    def list_own(self, micro_batches: int) -> range:
         """Return the micro-batches of a step that pass this replica."""
         return range(self.replica, micro_batches, self.replicas)
 
-    def meets(self, others: int) -> tuple[int, ...]:
+    def list_met(self, others: int) -> tuple[int, ...]:
         """List a neighbouring stage's replicas, in the order in which micro-batches meet them."""
         period = others // gcd(self.replicas, others)
         return tuple((self.replica + self.replicas * i) % others for i in range(period))
 
-    def lane(self, micro_batch: int, lanes: int) -> int:
-        """Return the link, of ``lanes`` as `meets` orders them, that its micro-batch takes."""
+    def find_lane(self, micro_batch: int, lanes: int) -> int:
+        """Find the link that a micro-batch takes, among ``lanes`` in the order of `list_met`."""
         return micro_batch // self.replicas % lanes
 
 
 ALONE = ReplicaIndex()
 
 
-def turns(replicas: int) -> tuple[ReplicaIndex, ...]:
+def list_turns(replicas: int) -> tuple[ReplicaIndex, ...]:
     """Return the places of all replicas of a stage."""
     return tuple(ReplicaIndex(replica=index, replicas=replicas) for index in range(replicas))
 
 
-def pieces_ahead(replica: int) -> int:
-    """Return the pieces that a replica sends before it waits for the first total.
+def count_pieces_ahead(replica: int) -> int:
+    """Count the pieces that a replica sends before it waits for the first total.
 
-    As many as are on their way to the first replica and back; the first replica never waits.
+    They are as many as fit on the way to the first replica and back, which itself never waits.
     """
     return max(2 * replica - 1, 0)
 
 
 class Op(IntEnum):
-    """What a stage does with a micro-batch; also the index of a direction."""
+    """A pass of a micro-batch through a stage; the number is also the index of a direction."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -85,7 +85,9 @@ Actions = tuple[Action, ...]
 
 
 @lru_cache(maxsize=1024)
-def stage_actions(name: str, depth: int, micro_batches: int, turn: ReplicaIndex = ALONE) -> Actions:
+def list_stage_actions(
+    name: str, depth: int, micro_batches: int, turn: ReplicaIndex = ALONE
+) -> Actions:
     """List the actions of one stage, or of one of its replicas, with its own micro-batches.
 
     `gpipe`: all forwards, then all backwards (`depth` is ignored). `1f1b`: `depth` forwards to
@@ -94,7 +96,7 @@ def stage_actions(name: str, depth: int, micro_batches: int, turn: ReplicaIndex 
     """
     if micro_batches < 1:
         raise ScheduleError(f"micro-batches must be >= 1, got {micro_batches}")
-    own = turn.own(micro_batches)
+    own = turn.list_own(micro_batches)
     if name == "gpipe":
         depth = micro_batches
     elif name != "1f1b":
@@ -110,12 +112,12 @@ def stage_actions(name: str, depth: int, micro_batches: int, turn: ReplicaIndex 
     return tuple(actions)
 
 
-def forward_actions(micro_batches: int, turn: ReplicaIndex) -> Actions:
+def list_forward_actions(micro_batches: int, turn: ReplicaIndex) -> Actions:
     """List the actions of one worker in evaluation."""
-    return tuple(Action(Op.FORWARD, m) for m in turn.own(micro_batches))
+    return tuple(Action(Op.FORWARD, m) for m in turn.list_own(micro_batches))
 
 
-def textbook_depths(replicas: Sequence[int], slack: int = 0) -> tuple[int, ...]:
+def compute_textbook_depths(replicas: Sequence[int], slack: int = 0) -> tuple[int, ...]:
     """Return 1F1B's warm-up depths: a micro-batch per worker from here to the edge.
 
     With ``slack`` every stage has so many more in flight than the one behind it.

@@ -1,4 +1,4 @@
-"""Text of strangers, fit for a log, a terminal and a metric's label."""
+"""Conversion of strangers' text for a log, a terminal or a metric's label."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ MOST = 16_000  # characters of an error with its traceback
 def make_printable(text: str) -> str:
     """Make text of bounded length printable line by line; the middle may be left out.
 
-    Every other character becomes ``?``: controls and escapes, marks that turn the direction of
-    writing, and halves of surrogate pairs, which no encoding has.
+    Unprintable characters become ``?``: controls and escapes, marks that turn the direction of
+    writing, and halves of surrogate pairs, which cannot be encoded.
     """
     if len(text) > MOST:
         text = f"{text[: MOST // 2]} ... {text[-MOST // 2 :]}"

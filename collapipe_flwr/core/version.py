@@ -5,17 +5,17 @@ from __future__ import annotations
 from importlib import import_module
 
 
-def own_version() -> str:
+def read_own_version() -> str:
     """Return the version of the code that runs; the package's metadata may lag behind."""
     return str(import_module("collapipe_flwr").__version__)
 
 
-def version_fault(who: str, theirs: str, here: str) -> str:
-    """Say that ``who``, another machine, runs another version than ``here``, this one.
+def explain_version(who: str, theirs: str, here: str) -> str:
+    """Explain that ``who``, another machine, runs another version than ``here``, this one.
 
-    Empty where both run the same; ``theirs`` is empty where it did not say.
+    Returns "" if both run the same; ``theirs`` is "" for a machine that did not say.
     """
-    own = own_version()
+    own = read_own_version()
     if theirs == own:
         return ""
     return (

@@ -104,7 +104,7 @@ def explain_latency_s(
 def _take_own_part(snapshot: Snapshot, cluster_id: str, options: PricingOptions | None) -> Snapshot:
     """Replace an edge that others share by the cluster's own part of it."""
     profile = next(c.profile for c in snapshot.clusters if c.profile.cluster_id == cluster_id)
-    edge = snapshot.edge_of(profile)
+    edge = snapshot.find_edge(profile)
     shared = profile.edge is not None or (options is not None and options.edge_shared)
     others = [c.profile.edge for c in snapshot.clusters]
     sharing = sum((o and o.name) == (profile.edge and edge.name) for o in others)

@@ -20,7 +20,7 @@ import numpy as np
 
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.replay import StepTimes, replay
-from collapipe_flwr.core.schedule import PIECE_BYTES, pieces_ahead
+from collapipe_flwr.core.schedule import PIECE_BYTES, count_pieces_ahead
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import find_hop_bandwidth_hz, make_chain
 from collapipe_flwr.costs.layouts import set_planned_codecs, sum_segments
@@ -74,10 +74,10 @@ def compute_exchange_s(legs: Sequence[float], size_bytes: float) -> float:
     """Compute the seconds in which ``size_bytes`` pass a line whose links take ``legs``, both ways.
 
     In equal pieces they are a flow shop, exactly so for two replicas. With more it is an upper
-    bound, as a replica between others passes a total on after some later pieces (`pieces_ahead`).
+    bound: a replica between others passes totals on after later pieces (`count_pieces_ahead`).
     """
     pieces = max(math.ceil(size_bytes / PIECE_BYTES), 1)
-    late = sum(pieces_ahead(replica) for replica in range(1, len(legs) // 2))
+    late = sum(count_pieces_ahead(replica) for replica in range(1, len(legs) // 2))
     return (sum(legs) + (pieces - 1 + min(late, pieces - 1)) * max(legs)) / pieces
 
 

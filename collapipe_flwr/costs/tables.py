@@ -203,7 +203,7 @@ def _tabulate_ends(costs: Sequence[BlockCost], model_m: Ints) -> EndTable:
 
 def _tabulate_edges(snapshot: Snapshot) -> EdgeTable:
     profiles = [cluster.profile for cluster in snapshot.clusters]
-    edges = [snapshot.edge_of(profile) for profile in profiles]
+    edges = [snapshot.find_edge(profile) for profile in profiles]
     owned = [profile.edge is not None for profile in profiles]
     places = [(own, edge.name) for own, edge in zip(owned, edges, strict=True)]
     count = Counter(places)

@@ -69,7 +69,7 @@ class ReplicaRows:
     def count_own(self, stage: int, replica: int) -> int:
         """Count the micro-batches of a step that pass a replica."""
         turn = ReplicaIndex(replica=replica, replicas=self.replicas[stage])
-        return len(turn.own(self._plan.micro_batches))
+        return len(turn.list_own(self._plan.micro_batches))
 
     def count_meetings(self, hop: int) -> Counter[tuple[int, int]]:
         """Count the micro-batches of a step that pass from each replica to each one behind."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from collapipe_flwr.core.errors import DataError, extra
+from collapipe_flwr.core.errors import DataError, name_extra
 from collapipe_flwr.data.config import DataConfig
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _deal_values(examples: Dataset, count: int, by: str) -> list[Rows]:
 
 def _draw_shares(examples: Dataset, count: int, by: str, settings: DataConfig) -> list[Rows]:
     """Draw each cluster's share of every value of column ``by`` from Dirichlet(alpha)."""
-    with extra("data"):  # imported here: it takes seconds, and every message starts a process
+    with name_extra("data"):  # imported here: it takes seconds, and every message starts a process
         from flwr_datasets.partitioner import DirichletPartitioner
 
     partitioner = DirichletPartitioner(

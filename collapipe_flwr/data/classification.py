@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
-from collapipe_flwr.core.errors import ConfigError, DataError, extra
+from collapipe_flwr.core.errors import ConfigError, DataError, name_extra
 from collapipe_flwr.core.hub import expand_home
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import (
@@ -45,7 +45,7 @@ from collapipe_flwr.data.reader import ReadColumn, read_class_names, read_lists,
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.tokenizer import IGNORED_TAG, encode_words
 
-with extra("data"):
+with name_extra("data"):
     from datasets import Dataset, Image
     from PIL import Image as Pictures
     from PIL import ImageOps

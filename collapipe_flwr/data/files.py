@@ -20,7 +20,7 @@ from shutil import rmtree
 from threading import Lock
 from typing import Any
 
-from collapipe_flwr.core.errors import DataError, extra
+from collapipe_flwr.core.errors import DataError, name_extra
 from collapipe_flwr.core.hub import (
     expand_home,
     explain_no_path,
@@ -31,7 +31,7 @@ from collapipe_flwr.core.hub import (
 from collapipe_flwr.data.headers import FORMATS, UNREADABLE, open_file, read_header, suffix_of
 from collapipe_flwr.data.reader import format_rows, split_words
 
-with extra("data"):
+with name_extra("data"):
     import pandas
     import pyarrow
     import pyarrow.json

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
-from collapipe_flwr.core.errors import DataError, extra
+from collapipe_flwr.core.errors import DataError, name_extra
 from collapipe_flwr.core.hub import expand_home
 from collapipe_flwr.data.batches import Example, cut_batches, pack_rows
 from collapipe_flwr.data.config import DataConfig
@@ -35,7 +35,7 @@ from collapipe_flwr.data.metrics import (
 )
 from collapipe_flwr.data.reader import read_column
 
-with extra("data"):
+with name_extra("data"):
     from datasets import Dataset
 
 USER, ASSISTANT = "user", "assistant"

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
-from collapipe_flwr.core.errors import DataError, extra
+from collapipe_flwr.core.errors import DataError, name_extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.files import drop_empty_rows
 from collapipe_flwr.data.metrics import Measure, word_accuracy
 from collapipe_flwr.data.reader import ReadColumn, read_column
 from collapipe_flwr.data.tasks import Batch, Task
 
-with extra("data"):
+with name_extra("data"):
     from datasets import Dataset
 
 _CHOSEN_MASKED, _CHOSEN_RANDOM = 0.8, 0.1  # of the chosen tokens; the rest stays as it is

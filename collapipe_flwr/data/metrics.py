@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import fsum
 from typing import Any
 
-from collapipe_flwr.core.errors import extra
+from collapipe_flwr.core.errors import name_extra
 
 Texts = Sequence[str]
 Counts = list[float]
@@ -57,7 +57,7 @@ def _make_sacrebleu(name: str) -> Measure:
     """
 
     def metric() -> Any:
-        with extra("metrics"):
+        with name_extra("metrics"):
             from sacrebleu import metrics
         return getattr(metrics, name)()
 

@@ -12,11 +12,11 @@ from math import isfinite
 from typing import Any
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
-from collapipe_flwr.core.errors import DataError, extra
+from collapipe_flwr.core.errors import DataError, name_extra
 from collapipe_flwr.data.headers import no_such_column
 from collapipe_flwr.data.tokenizer import IGNORED_TAG
 
-with extra("data"):
+with name_extra("data"):
     from datasets import ClassLabel, Dataset, List, Value
 
 _BLANKS = re.compile(r"[ \t\r\n]+")

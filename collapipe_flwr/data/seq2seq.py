@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
-from collapipe_flwr.core.errors import DataError, extra
+from collapipe_flwr.core.errors import DataError, name_extra
 from collapipe_flwr.data.batches import Example
 from collapipe_flwr.data.metrics import ROUGE, Measure, bleu, chrf, match_rate
 from collapipe_flwr.data.tasks import Batch, Task
 from collapipe_flwr.data.tokenizer import encode, tokenizer_from_json
 
-with extra("data"):
+with name_extra("data"):
     from datasets import Dataset
 
 NUMBERS = 100_000  # 0 .. 99,999

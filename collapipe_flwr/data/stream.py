@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from collapipe_flwr.core.errors import DataError, extra
+from collapipe_flwr.core.errors import DataError, name_extra
 from collapipe_flwr.data.headers import CONLL_SUFFIXES
 
-with extra("data"):
+with name_extra("data"):
     from datasets import Dataset, concatenate_datasets
 
 _log = logging.getLogger("flwr.collapipe")

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
-from collapipe_flwr.core.errors import DataError, extra
+from collapipe_flwr.core.errors import DataError, name_extra
 from collapipe_flwr.data.batches import Example, partition_rows
 from collapipe_flwr.data.config import TASK_CLASSES, TRAIN_TOKENIZER, DataConfig, key_of
 from collapipe_flwr.data.files import is_one_table, load_table
@@ -32,7 +32,7 @@ from collapipe_flwr.data.tokenizer import (
     train_tokenizer,
 )
 
-with extra("data"):
+with name_extra("data"):
     from datasets import Dataset
 
 Batch = Mapping[str, Tensor]

@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import (
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import ConfigError, RunError, prefix_errors
-from collapipe_flwr.core.links import host_and_port
+from collapipe_flwr.core.links import split_address
 from collapipe_flwr.federation.inner import layers
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.split_model import SplitModel
@@ -71,7 +71,7 @@ def check_options(
         raise ConfigError(f"edge must be an address, host:port, or an EdgeConfig, got {edge!r}")
     if isinstance(edge, str) and edge:
         with prefix_errors("edge"):
-            host_and_port(edge)
+            split_address(edge)
 
 
 def check_updates(inner: Strategy, *, outermost: bool) -> None:

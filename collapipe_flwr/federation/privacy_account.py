@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from collapipe_flwr.core.durable import append_text, make_folder
-from collapipe_flwr.core.errors import ConfigError, DataError, PrivacySpent, extra
+from collapipe_flwr.core.errors import ConfigError, DataError, PrivacySpent, name_extra
 from collapipe_flwr.federation.client import STATE_KEY
 from collapipe_flwr.federation.client.node_state import NodeState, StateFiles
 from collapipe_flwr.pipeline.config import NoiseConfig
@@ -54,7 +54,7 @@ def count_epsilon(charges: Sequence[Charge], delta: float) -> float:
 
 @lru_cache(maxsize=64)
 def _epsilon(steps: tuple[tuple[tuple[int, int, float], int], ...], delta: float) -> float:
-    with extra("privacy"):
+    with name_extra("privacy"):
         from dp_accounting import (
             GaussianDpEvent,
             NeighboringRelation,

@@ -48,7 +48,9 @@ class RoundPlan:
     def cluster_plan(self, node_id: int) -> ClusterPlan | None:
         """Return the plan of a node's cluster, if it has one."""
         cluster_id = self.cluster_ids.get(node_id)
-        return None if self.plan is None or cluster_id is None else self.plan.cluster(cluster_id)
+        return (
+            None if self.plan is None or cluster_id is None else self.plan.find_cluster(cluster_id)
+        )
 
     def takes_part(self, node_id: int) -> bool:
         planned = self.plan is None or self.cluster_plan(node_id) is not None
@@ -167,12 +169,12 @@ class RoundRecord:
         )
 
     def links(self, *, paced: bool) -> tuple[LinkReport, ...]:
-        """Return every hop of every cluster that replied; see `ClusterMeasurement.links`."""
+        """Return every hop of every cluster that replied; see `ClusterMeasurement.report_links`."""
         return tuple(
             link
             for name, measured in self.telemetry.items()
             if (plan := self.executed(name)) is not None
-            for link in measured.links(plan, paced=paced)
+            for link in measured.report_links(plan, paced=paced)
         )
 
     def executed(self, cluster_id: str) -> ClusterPlan | None:
@@ -182,7 +184,7 @@ class RoundRecord:
 
     def planned(self, cluster_id: str) -> ClusterPlan | None:
         """Return the plan with which a cluster began."""
-        now = None if self.plan is None else self.plan.cluster(cluster_id)
+        now = None if self.plan is None else self.plan.find_cluster(cluster_id)
         return self.joined.get(cluster_id, now)
 
     @property

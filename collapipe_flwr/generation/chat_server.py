@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Self
 
-from collapipe_flwr.core.errors import CollaPipeError, ConfigError, LinkError, extra
+from collapipe_flwr.core.errors import CollaPipeError, ConfigError, LinkError, name_extra
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.generation.chat_api import (
     ChatRequest,
@@ -34,7 +34,7 @@ from collapipe_flwr.generation.chat_api import (
 from collapipe_flwr.generation.text_generator import TextLength
 from collapipe_flwr.transport.generation import GenerateRequest
 
-with extra("serve"):
+with name_extra("serve"):
     import uvicorn
     from anyio import (
         CancelScope,

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from collapipe_flwr.core.bounds import NAME
-from collapipe_flwr.core.durable import own_folder
+from collapipe_flwr.core.durable import make_own_folder
 from collapipe_flwr.core.errors import ConfigError, prefix_errors
 from collapipe_flwr.core.imports import allow
 from collapipe_flwr.core.keys import AUTO, CPU, check, compute_name
-from collapipe_flwr.core.links import TlsFiles, host_and_port, is_loopback
+from collapipe_flwr.core.links import TlsFiles, is_loopback, split_address
 from collapipe_flwr.core.processes import stop_on_signals
 from collapipe_flwr.host.allocator import configure_malloc
 from collapipe_flwr.host.energy import NONE, EnergyMeter, make_energy_meter
@@ -83,7 +83,7 @@ class HostSettings:
 
     def __post_init__(self) -> None:
         with prefix_errors("--listen"):
-            host, _ = host_and_port(self.listen, least=0)
+            host, _ = split_address(self.listen, least=0)
         if self.tls is None and not self.insecure and not is_loopback(host):
             raise ConfigError(
                 f"--listen {self.listen} without TLS would let anybody in the network read and "
@@ -112,7 +112,9 @@ def serve(settings: HostSettings, *, passes_on: bool, announce: Callable[[str], 
     """
     configure_malloc()
     if settings.cache_folder is not None:
-        own_folder(settings.cache_folder, "--cache-dir")  # it is used when the first caller comes
+        make_own_folder(
+            settings.cache_folder, "--cache-dir"
+        )  # it is used when the first caller comes
     allow(*settings.imports)
     if settings.tls is None:
         _log.warning(

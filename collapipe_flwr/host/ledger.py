@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.core.memory import available_memory_bytes
+from collapipe_flwr.core.memory import read_available_bytes
 
 _MEGA = 1e6
 
@@ -26,7 +26,7 @@ class Ledger:
     """The reservations of one host, up to `most_bytes` (None: what is free now); thread-safe."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
-        self.most_bytes = available_memory_bytes() if most_bytes is None else most_bytes
+        self.most_bytes = read_available_bytes() if most_bytes is None else most_bytes
         self.peak_bytes = 0
         self.lock = threading.Lock()
         self.accounts: set[Account] = set()

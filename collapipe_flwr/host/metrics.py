@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from collapipe_flwr.core.errors import ConfigError, extra, prefix_errors
+from collapipe_flwr.core.errors import ConfigError, name_extra, prefix_errors
 from collapipe_flwr.core.http import BoundedRequest, FewClientsServer
-from collapipe_flwr.core.links import host_and_port
+from collapipe_flwr.core.links import split_address
 from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.core.texts import to_one_line
 
@@ -139,7 +139,7 @@ class HostMetrics:
 def parse_address(text: str) -> tuple[str, int]:
     """Read ``HOST:PORT``, or a port on loopback; raises ConfigError."""
     alone = text.removeprefix(":")
-    return host_and_port(f"{LOOPBACK}:{alone}" if alone.isdecimal() else text, least=0)
+    return split_address(f"{LOOPBACK}:{alone}" if alone.isdecimal() else text, least=0)
 
 
 def check_address(text: str) -> None:
@@ -171,7 +171,7 @@ class MetricsServer:
     """
 
     def __init__(self, address: str, collector: Any) -> None:
-        with extra("prometheus"):
+        with name_extra("prometheus"):
             from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
         host, port = parse_address(address)
         registry = CollectorRegistry()

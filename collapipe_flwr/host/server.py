@@ -18,7 +18,7 @@ import grpc
 from collapipe_flwr.config.access_control import AccessControl, Caller
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
 from collapipe_flwr.core.links import TlsFiles
-from collapipe_flwr.core.version import own_version
+from collapipe_flwr.core.version import read_own_version
 from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.rosters import Rosters
 from collapipe_flwr.transport import methods
@@ -135,7 +135,7 @@ class Listener(Server):
             stopping=self._draining,
             at_work=self._servicer is not None and self._servicer.service.is_at_work(),
             unix_s=time.time(),
-            version=own_version(),
+            version=read_own_version(),
             energy_sensor=self._meter.name,
             power_w=self._meter.measure_power_w(),
             rosters=self._rosters.versions if self._rosters else {},

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.json_log import add_log_fields
 from collapipe_flwr.core.measurements import StageMeasurement
-from collapipe_flwr.core.schedule import stage_actions
+from collapipe_flwr.core.schedule import list_stage_actions
 from collapipe_flwr.host.energy import EnergyMeter
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.host.metrics import Tally
@@ -113,7 +113,7 @@ class HostService:
         See `SessionTable.add` for `most_of_opener`. All sessions of its opener together may hold
         `share_of_opener` of the memory.
         """
-        stage_actions(request.stage.schedule, request.stage.depth, 1)
+        list_stage_actions(request.stage.schedule, request.stage.depth, 1)
         most_bytes = int(self._ledger.most_bytes * share_of_opener)
         account = Account(self._ledger, request.opener, most_bytes)
         self.sessions.add(request, account, most_of_opener=most_of_opener)

@@ -24,7 +24,7 @@ from collapipe_flwr.core.errors import (
 from collapipe_flwr.core.json_log import add_log_fields
 from collapipe_flwr.core.measurements import StageMeasurement
 from collapipe_flwr.core.texts import SHORT, to_one_line
-from collapipe_flwr.core.version import version_fault
+from collapipe_flwr.core.version import explain_version
 from collapipe_flwr.host.allocator import trim_heap
 from collapipe_flwr.host.ledger import NoRoom
 from collapipe_flwr.host.service import HostService, Reserve
@@ -125,7 +125,9 @@ class Servicer:
     def open_session(self, data: bytes, call: Call) -> None:
         caller, version = call.caller, call.metadata.get(methods.VERSION_KEY, "")
         opener = caller.name if caller else ""
-        if other := version_fault(opener or "the caller", to_one_line(version, SHORT), "this host"):
+        if other := explain_version(
+            opener or "the caller", to_one_line(version, SHORT), "this host"
+        ):
             raise SessionRefused(other)
         request = decode_message(SessionRequest, data)
         cluster_id = caller.cluster_of(request.cluster_id) if caller else request.cluster_id

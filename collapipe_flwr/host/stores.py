@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from collapipe_flwr.core.durable import draft, own_folder
+from collapipe_flwr.core.durable import draft, make_own_folder
 from collapipe_flwr.host.ledger import Account, Ledger, NoRoom
 from collapipe_flwr.pipeline.meter import count_bytes
 from collapipe_flwr.pipeline.state import compute_digest
@@ -79,7 +79,7 @@ class WeightCache:
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
-        self._folder = own_folder(folder, "--cache-dir")
+        self._folder = make_own_folder(folder, "--cache-dir")
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
 

@@ -25,7 +25,7 @@ from collapipe_flwr.config.cluster_file import ClusterConfig, MemberConfig, Role
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError, ProtocolError
 from collapipe_flwr.core.keys import check_keys
 from collapipe_flwr.core.texts import to_one_line
-from collapipe_flwr.core.version import version_fault
+from collapipe_flwr.core.version import explain_version
 from collapipe_flwr.membership.figures import note_figures
 from collapipe_flwr.membership.registry import Registry, find_single, list_hosts
 from collapipe_flwr.membership.tokens import JoinRefused, TokenUse
@@ -64,7 +64,7 @@ def admit(
     with registry.lock():
         member = _describe_member(request)
         token = registry.tokens.find_usable(secret, use, now_s)
-        if other := version_fault(request.name, request.version, "the control unit"):
+        if other := explain_version(request.name, request.version, "the control unit"):
             raise JoinRefused(other)
         config = registry.cluster(token.cluster_id)
         if member.dials:

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from collapipe_flwr.config.cluster_file import ClusterConfig
-from collapipe_flwr.core.errors import LinkError, extra
+from collapipe_flwr.core.errors import LinkError, name_extra
 from collapipe_flwr.core.links import is_address
 
 _TYPE = "_collapipe._tcp.local."
@@ -88,7 +88,7 @@ def _read_addresses(info: Any, pin: bytes) -> list[str]:
 @contextmanager
 def _open_zeroconf(host: str) -> Iterator[Any]:
     """Open zeroconf on loopback if ``host`` is there, else on all interfaces."""
-    with extra("discovery"):
+    with name_extra("discovery"):
         from zeroconf import InterfaceChoice, Zeroconf
     plain = host.strip("[]")
     choice = [plain] if plain.startswith("127.") else InterfaceChoice.All

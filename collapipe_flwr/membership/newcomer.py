@@ -25,11 +25,11 @@ from collapipe_flwr.config.cluster_file import (
     parse_cluster,
     read_cluster,
 )
-from collapipe_flwr.core.durable import own_folder, remove, write_file, write_text
+from collapipe_flwr.core.durable import make_own_folder, remove, write_file, write_text
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, Unreachable, prefix_errors
 from collapipe_flwr.core.keys import check
-from collapipe_flwr.core.links import TlsFiles, host_and_port, host_towards
-from collapipe_flwr.core.version import own_version
+from collapipe_flwr.core.links import TlsFiles, find_own_address, split_address
+from collapipe_flwr.core.version import read_own_version
 from collapipe_flwr.membership.figures import add_figures
 from collapipe_flwr.membership.tokens import JoinToken
 from collapipe_flwr.simulation.devices import device_preset
@@ -93,14 +93,14 @@ def choose_name(role: Role, cluster_id: str) -> str:
 def find_own_host() -> str:
     """Find the address by which others reach this machine; loopback if it has no other."""
     try:
-        return host_towards("192.0.2.1:9")  # RFC 5737: nobody's, so by the default route
+        return find_own_address("192.0.2.1:9")  # RFC 5737: nobody's, so by the default route
     except ConfigError:
         return "127.0.0.1"
 
 
 def make_reachable(address: str) -> str:
     """Return HOST:PORT for others, where ``address`` may stand for all of this machine."""
-    host, port = host_and_port(address)
+    host, port = split_address(address)
     return f"{find_own_host()}:{port}" if host in ("0.0.0.0", "::") else address
 
 
@@ -164,7 +164,7 @@ def join(
     check("--name", newcomer.name, MEMBER_NAME)
     if newcomer.address:
         with prefix_errors("--address"):
-            host_and_port(newcomer.address)
+            split_address(newcomer.address)
     if newcomer.kind:
         with prefix_errors("--kind"):
             device_preset(newcomer.kind)
@@ -174,11 +174,11 @@ def join(
             "with --folder"
         )
     if newcomer.folder.exists():
-        own_folder(newcomer.folder, "--folder")
+        make_own_folder(newcomer.folder, "--folder")
     address = address or token.address
     ca_pem = _fetch_ca(address, token.pin, patience_s, say)
-    own_folder(newcomer.folder, "--folder")
-    own_folder(newcomer.ca.parent, "--folder")
+    make_own_folder(newcomer.folder, "--folder")
+    make_own_folder(newcomer.ca.parent, "--folder")
     check_validity("of the control unit's CA", ca_pem, datetime.now(UTC))
     write_file(newcomer.ca, lambda path: path.write_bytes(ca_pem))
     key = joining.load_or_make_key(newcomer.own("key"))
@@ -190,7 +190,7 @@ def join(
         address=newcomer.address,
         dials=newcomer.dials,
         kind=newcomer.kind,
-        version=own_version(),
+        version=read_own_version(),
     )
     with Connection(
         address,

@@ -32,7 +32,7 @@ from collapipe_flwr.config.cluster_file import (
     parse_cluster,
     read_cluster,
 )
-from collapipe_flwr.core.durable import own_folder, write_file, write_private, write_text
+from collapipe_flwr.core.durable import make_own_folder, write_file, write_private, write_text
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.membership.tokens import SECRET_BYTES, JoinToken, TokenBook
@@ -107,7 +107,7 @@ class Registry:
         Tokens that have expired meanwhile become worthless.
         """
         with _one_change, ExitStack() as stack:
-            own_folder(self.folder, "--folder")
+            make_own_folder(self.folder, "--folder")
             stack.enter_context(_act_as_owner(self.folder))
             try:
                 lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -202,7 +202,7 @@ class Registry:
 
     def _keep_edge(self, config: ClusterConfig) -> None:
         name = config.edge.name
-        own_folder(self.edge_folder / _CERTS, "--folder")
+        make_own_folder(self.edge_folder / _CERTS, "--folder")
         for file in ("ca.pem", f"{name}.pem", f"{name}.key"):
             pem = (self.certs / file).read_bytes()
             write_private(self.edge_folder / _CERTS / file, pem)

@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.core.imports import is_within, path_of
+from collapipe_flwr.core.imports import find_path, is_within
 from collapipe_flwr.models.checkpoint import (
     build_published_skeleton,
     checkpoint_misfit,
@@ -171,7 +171,7 @@ def describe_live(model: PreTrainedModel, *, ties: str, **choices: Any) -> Model
         task=task,
         config_json=config.to_json_string(use_diff=False),
         ties=ties,
-        model_class=path_of(kind, "the model") if own else "",
+        model_class=find_path(kind, "the model") if own else "",
         **choices,
     )
     splitter = Splitter(spec)

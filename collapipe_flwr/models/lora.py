@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from collapipe_flwr.core.errors import ModelError, extra, prefix_errors
+from collapipe_flwr.core.errors import ModelError, name_extra, prefix_errors
 from collapipe_flwr.models.foreign_errors import translate_errors
 from collapipe_flwr.models.products import Adapter
 from collapipe_flwr.models.spec import ModelSpec
@@ -171,7 +171,7 @@ def draw_adapter(key: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def _peft() -> Any:
-    with prefix_errors("lora.rank"), extra("lora"):
+    with prefix_errors("lora.rank"), name_extra("lora"):
         import peft
     return peft
 
@@ -288,7 +288,7 @@ def _round_to_nf4(weight: Tensor) -> Tensor:
     Codes and scales are one vector of float32, by its bytes, as model code may convert hidden
     states to the type of a layer's weight.
     """
-    with prefix_errors("lora.frozen-dtype"), extra("nf4"):
+    with prefix_errors("lora.frozen-dtype"), name_extra("nf4"):
         import bitsandbytes  # noqa: F401  it registers the operators
     round_to = torch.ops.bitsandbytes.quantize_4bit
     blocks = weight.numel() // -_NF4_BLOCK * -1

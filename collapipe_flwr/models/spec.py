@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from collapipe_flwr.core.errors import ModelError, ProtocolError
-from collapipe_flwr.core.imports import is_spelled, words_in
+from collapipe_flwr.core.imports import is_spelled, list_words
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.keys import (
     assignments,
@@ -92,10 +92,10 @@ def may_be_type(name: str) -> bool:
 def check_settings(settings: Iterable[str], model_type: str) -> None:
     """Raise ModelError for a setting that no model of transformers, which is not loaded, has."""
     folder = f"models/{model_type.replace('-', '_')}"
-    own = words_in("transformers", f"{folder}/configuration_*.py")
+    own = list_words("transformers", f"{folder}/configuration_*.py")
     if own and (strange := [name for name in settings if name not in own]):
         others = (f"{folder}/*.py", "models/*/configuration_*.py", "configuration_utils.py")
-        known = set[str]().union(*(words_in("transformers", files) for files in others))
+        known = set[str]().union(*(list_words("transformers", files) for files in others))
         for name in strange:
             if name not in known:
                 raise unknown_setting(name, model_type, own)

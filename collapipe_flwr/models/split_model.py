@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collapipe_flwr.core.errors import ModelError
-from collapipe_flwr.core.imports import path_of
+from collapipe_flwr.core.imports import find_path
 from collapipe_flwr.models.any_splitter import AnySplitter, DescribedModel
 from collapipe_flwr.models.decomposition import CLOSE, find_means, make_up_batch
 from collapipe_flwr.models.describing import describe_live, keep_frozen
@@ -91,11 +91,11 @@ class SplitModel(DescribedModel):
         if isinstance(model, nn.Module):
             self.model = model
         else:
-            self.model = build_module(path_of(build, "the model"), given)
+            self.model = build_module(find_path(build, "the model"), given)
             refuse_unfit(self.model)
         self._example = None if example is None else as_batch(example)
         if loss is not None and not isinstance(loss, str):
-            loss = path_of(loss, "the loss")
+            loss = find_path(loss, "the loss")
         common: dict[str, Any] = {"loss": loss or "", "weight": weight, "edge_blocks": edge_blocks}
         inner = unwrap_model(self.model)
         if isinstance(inner, PreTrainedModel):
@@ -110,7 +110,7 @@ class SplitModel(DescribedModel):
             spec = describe_module(
                 self.model,
                 example=self._require_example(),
-                build=path_of(build, "the model"),
+                build=find_path(build, "the model"),
                 arguments_json=given,
                 blocks=blocks,
                 embed=embed,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import AUTO, check, compute_name
-from collapipe_flwr.core.memory import available_memory_bytes
+from collapipe_flwr.core.memory import read_available_bytes
 
 CPU = torch.device("cpu")
 # Metal has no double precision and lacks operators, so a model that trains on the CPU may fail
@@ -124,7 +124,7 @@ def use_one_thread(device: torch.device) -> AbstractContextManager[Any]:
 def measure_free_bytes(device: torch.device) -> int:
     """Read the memory of a device that a new program could use."""
     if device == CPU:
-        return available_memory_bytes()
+        return read_available_bytes()
     module = torch.get_device_module(device.type)
     if device.type == "mps":
         return int(module.recommended_max_memory() - module.driver_allocated_memory())

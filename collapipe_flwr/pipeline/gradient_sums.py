@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from collapipe_flwr.core.errors import LinkError, ModelError, ProtocolError
-from collapipe_flwr.core.schedule import PIECE_BYTES, pieces_ahead
+from collapipe_flwr.core.schedule import PIECE_BYTES, count_pieces_ahead
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Siblings:
     ) -> None:
         """Give every parameter the gradient summed over all replicas; None where none has one."""
         pieces = list(enumerate(cut_pieces(parameters)))
-        late = [None] * pieces_ahead(self.place)
+        late = [None] * count_pieces_ahead(self.place)
 
         def take(
             source: Link | None, number: int, piece: Piece, put: Callable[[Tensor, Tensor], Tensor]

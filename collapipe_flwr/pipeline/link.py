@@ -295,7 +295,7 @@ class ReplicaLinks:
 
     def choose_link(self, micro_batch: int) -> Link:
         """Return the link that a micro-batch takes."""
-        return self._links[self._turn.lane(micro_batch, len(self._links))]
+        return self._links[self._turn.find_lane(micro_batch, len(self._links))]
 
     def send(self, frame: Frame, *, deadline_s: float) -> None:
         among = frame.kind in _OF_MICRO_BATCHES

@@ -18,7 +18,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.imports import declared_names
+from collapipe_flwr.core.imports import list_declared_names
 from collapipe_flwr.core.keys import (
     Rule,
     above,
@@ -227,7 +227,7 @@ def _collect_given(config: OptimizerConfig | ParameterGroup) -> dict[str, Argume
 @cache
 def list_rule_names() -> tuple[str, ...]:
     """Return the names of all optimizers that can train a model in parts."""
-    listed = declared_names("torch", "optim/__init__.py")
+    listed = list_declared_names("torch", "optim/__init__.py")
     kinds = sorted(name for name in listed if name[0].isupper() and name not in _NO_RULES)
     return (*FUSED, *(name for name in kinds if name not in _REFUSED))
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from collapipe_flwr.core.errors import MemberFailed, ModelError, NotFinite, ProtocolError
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.measurements import StageMeasurement
-from collapipe_flwr.core.schedule import Op, forward_actions, stage_actions
+from collapipe_flwr.core.schedule import Op, list_forward_actions, list_stage_actions
 from collapipe_flwr.pipeline.backward import DeferredGradients, defer_products, fuse_accumulation
 from collapipe_flwr.pipeline.compute import (
     bring,
@@ -159,9 +159,9 @@ class Stage(ABC):
             self.siblings.check(self.part)
         own, count = self.settings, step.micro_batches
         if step.train:
-            actions = stage_actions(own.schedule, own.depth, count, own.turn)
+            actions = list_stage_actions(own.schedule, own.depth, count, own.turn)
         else:
-            actions = forward_actions(count, own.turn)
+            actions = list_forward_actions(count, own.turn)
         with self._randomness.hook_modules() if self._randomness else nullcontext():
             for action in actions:
                 run = self._forward if action.op is Op.FORWARD else self._backward

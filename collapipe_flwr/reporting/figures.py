@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from collapipe_flwr.core.durable import write_file
-from collapipe_flwr.core.errors import ConfigError, extra
+from collapipe_flwr.core.errors import ConfigError, name_extra
 
 if TYPE_CHECKING:  # matplotlib is an optional extra
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ _MARKED = 8  # times on a curve
 
 def new_figure(inches: tuple[float, float], title: str, caption: str = "") -> Figure:
     """Make an empty figure with a title, and a caption below it."""
-    with extra("plot"):
+    with name_extra("plot"):
         from matplotlib.figure import Figure
     figure = Figure(figsize=inches, layout="constrained")
     figure.suptitle(title, fontsize="large")

@@ -249,7 +249,7 @@ class RoundController:
             log.warning("cluster %s sits out round %d: %s", name, snapshot.round_index, why)
         self._remember(state)
         # Clusters that take no part report nothing: they are tried with all devices next time.
-        absence.lift([name for name in out if plan.cluster(name) is None])
+        absence.lift([name for name in out if plan.find_cluster(name) is None])
         return replace(plan, left_out=left_out)
 
     def _refuse(
@@ -272,7 +272,7 @@ class RoundController:
             except InfeasibleError as alone:
                 refused[cluster.profile.cluster_id] = str(alone)
         names = (cluster.profile.cluster_id for cluster in named)
-        new = [name for name in names if last is None or last.cluster(name) is None]
+        new = [name for name in names if last is None or last.find_cluster(name) is None]
         return refused or dict.fromkeys(new, f"it has no plan beside the others: {error}")
 
     def learn(

@@ -212,7 +212,7 @@ def heads_worth(plan: Plan, snapshot: Snapshot, state: SchedulerState) -> float:
     """Price the energy of devices that are edges, ``Q / budget^2`` a joule as that of others."""
     total = 0.0
     for profile in (cluster.profile for cluster in snapshot.clusters):
-        name, part = profile.edge_device, plan.cluster(profile.cluster_id)
+        name, part = profile.edge_device, plan.find_cluster(profile.cluster_id)
         if name and part is not None and (budget := profile.budgets_j[name]):
             queues = (state.energy_queue_j, state.placeholder_j)
             queue = sum(each.get(profile.cluster_id, {}).get(name, 0.0) for each in queues)

@@ -110,7 +110,7 @@ def _begun(link: LinkRate, cluster: ClusterSnapshot, snapshot: Snapshot) -> Link
     if edge is not None:
         width = snapshot.radio.bandwidth_hz / len(snapshot.clusters)
         powers = (first.tx_power_max_w, edge.tx_power_w)
-        gain = cluster.channel_to(edge).edge_gain[place[one]]
+        gain = cluster.find_channel(edge).edge_gain[place[one]]
     else:
         second = profile.members[place[other]]
         radios = (first.d2d_bandwidth_hz, second.d2d_bandwidth_hz, profile.d2d_bandwidth_hz)

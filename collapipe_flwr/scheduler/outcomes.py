@@ -175,7 +175,7 @@ def link_samples(
     """
     if measured.incidents or max(plan.replicas) > 1:
         return
-    reports = measured.links(plan, paced=paced)
+    reports = measured.report_links(plan, paced=paced)
     stages = (*plan.member_ids, plan.edge)
     for ends, hop, seen in zip(pairwise(stages), plan.hops, reports, strict=False):
         ways = ((hop.forward_bit_per_s, seen.forward), (hop.backward_bit_per_s, seen.backward))
@@ -225,7 +225,7 @@ def simulated_cluster(
                 device_id=name,
                 passes=passes,
                 flop=flop,
-                busy_s=compute_pass_s(member or truth.edge_of(profile), passes, flop),
+                busy_s=compute_pass_s(member or truth.find_edge(profile), passes, flop),
                 watt=member.speed_flop_per_s * member.energy_per_flop_j if member else None,
                 planned_bytes=plan.memory_bytes.get(name, 0),
                 peak_bytes=plan.memory_bytes.get(name, 0),

@@ -69,7 +69,7 @@ def dry_run_plan(plan: ClusterPlan, queue_frames: int | None = None) -> None:
     where, schedule = f"plan of cluster {plan.cluster_id!r}", plan.execution.schedule
     depths, count = plan.warmup_depth, plan.micro_batches
     found = build_unchecked(schedule, depths, count, plan.replicas)
-    for worker, most in zip(found.workers, found.in_flight(), strict=True):
+    for worker, most in zip(found.workers, found.count_in_flight(), strict=True):
         if most > (depth := depths[worker.stage]):
             raise ScheduleError(
                 f"{where}: {schedule} keeps {most} micro-batches in flight on {worker}, but "

@@ -298,7 +298,7 @@ def _predict(before: ClusterPlan, plan: ClusterPlan, rest: ReplanInput) -> Clust
         zip(plan.segments, before.replicas[1:-1], strict=True), 1
     ):
         has = len(segment.device_ids)
-        own = len(ReplicaIndex(replicas=has).own(plan.micro_batches))
+        own = len(ReplicaIndex(replicas=has).list_own(plan.micro_batches))
         flight = min(plan.warmup_depth[stage], own)
         sizes = count_segment_bytes(blocks, options, plan.micro_batch_size, flight)
         size = float(sizes[segment.first_block, segment.stop_block])

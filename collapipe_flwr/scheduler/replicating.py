@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
-from collapipe_flwr.core.schedule import textbook_depths
+from collapipe_flwr.core.schedule import compute_textbook_depths
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.layouts import index_members
 from collapipe_flwr.costs.replicas import ReplicatedCosts, ReplicatedPricing
@@ -117,7 +117,7 @@ class _Changes:
             yield (most,) * len(plan.replicas)
             return
         for slack in range(MOST_SLACK + 1):
-            yield tuple(min(depth, most) for depth in textbook_depths(plan.replicas, slack))
+            yield tuple(min(depth, most) for depth in compute_textbook_depths(plan.replicas, slack))
 
     # -- prices -----------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from collapipe_flwr.config.cluster_file import MEMBER_NAME
-from collapipe_flwr.core.durable import draft, own_folder, publish, sync, write_file
+from collapipe_flwr.core.durable import draft, make_own_folder, publish, sync, write_file
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.links import TlsFiles, is_slip
 from collapipe_flwr.transport.tls import check_pair
@@ -44,7 +44,7 @@ class Authority:
 
     def __init__(self, folder: Path, *, days: int = 825, new_ca: bool = False) -> None:
         _check_clock()
-        self.folder = own_folder(folder, "the folder")
+        self.folder = make_own_folder(folder, "the folder")
         self.ca, key_path = self.locate_pair(AUTHORITY)
         self._days = days
         if new_ca or not (self.ca.exists() or key_path.exists()):

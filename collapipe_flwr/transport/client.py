@@ -20,7 +20,7 @@ from collapipe_flwr.core.errors import LinkError, ModelError, ProtocolError
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.links import LinkConfig, TlsFiles
 from collapipe_flwr.core.measurements import StageMeasurement, TransferStats
-from collapipe_flwr.core.version import own_version
+from collapipe_flwr.core.version import read_own_version
 from collapipe_flwr.pipeline.benchmark import BenchmarkAnswer, BenchmarkRequest
 from collapipe_flwr.pipeline.config import Health, NextHop, PassesDone, SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Link
@@ -62,7 +62,7 @@ class HostClient(Connection):
     def open_session(self, request: SessionRequest) -> RemoteSession:
         """Open a session; it needs weights before it can run."""
         within_s = max(self.deadline_s, _WAKE_S)
-        version = ((methods.VERSION_KEY, own_version()),)
+        version = ((methods.VERSION_KEY, read_own_version()),)
         self.call(methods.OPEN_SESSION, request, metadata=version, within_s=within_s)
         return self.get_session(request.key)
 

@@ -12,7 +12,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import NameOID
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.links import TlsFiles, host_and_port
+from collapipe_flwr.core.links import TlsFiles, split_address
 from collapipe_flwr.transport.tls import (
     NOT_DIALLED,
     UNRECOGNIZED_NAME,
@@ -31,7 +31,7 @@ def diagnose(address: str, name: str, tls: TlsFiles | None) -> str:
     The host's certificate must bear ``name``; the host is shown the certificate of ``tls``.
     """
     try:
-        with socket.create_connection(host_and_port(address), _CONNECT_S) as peer:
+        with socket.create_connection(split_address(address), _CONNECT_S) as peer:
             return _try_tls(peer) if tls is None else _check_handshake(peer, name, tls)
     except OSError:
         return ""

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.core.links import TlsFiles, host_and_port
+from collapipe_flwr.core.links import TlsFiles, split_address
 from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.transport.relay import (
     ADMITTED,
@@ -93,7 +93,7 @@ class Dialing:
             writer.transport.abort()
 
     async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        host, port = host_and_port(self.relay)
+        host, port = split_address(self.relay)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.hostname_checks_common_name = False
         try:
@@ -144,8 +144,8 @@ class Dialing:
         """Connect one peer with the daemon."""
         try:
             with (
-                await _connect(host_and_port(self.relay)) as peer,
-                await _connect(host_and_port(self.listens)) as own,
+                await _connect(split_address(self.relay)) as peer,
+                await _connect(split_address(self.listens)) as own,
             ):
                 await asyncio.get_running_loop().sock_sendall(
                     peer, b" ".join((TAKE, token)) + b"\n"

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from collapipe_flwr.core import bounds
 from collapipe_flwr.core.durable import write_private
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError, Unreachable
-from collapipe_flwr.core.links import host_and_port
+from collapipe_flwr.core.links import split_address
 from collapipe_flwr.transport.methods import Method
 from collapipe_flwr.transport.roster import Roster
 from collapipe_flwr.transport.tls import make_trusting_context
@@ -71,7 +71,7 @@ def fetch_pinned_ca(address: str, pin: bytes, deadline_s: float) -> bytes:
     Nothing is sent, because anybody can show that certificate; TLS verified by it comes next.
     Raises LinkError when nobody answers, or the CA is another one.
     """
-    place = host_and_port(address)
+    place = split_address(address)
     try:
         with (
             socket.create_connection(place, deadline_s) as peer,

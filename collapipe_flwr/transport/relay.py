@@ -28,7 +28,7 @@ from typing import Any, cast
 
 from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
-from collapipe_flwr.core.links import host_and_port
+from collapipe_flwr.core.links import split_address
 from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.core.texts import to_one_line
 
@@ -70,7 +70,7 @@ class DialRelay:
         self._dialled: dict[str, _Dialled] = {}  # by their names, as TLS compares those
         self._wanted: dict[str, asyncio.Future[socket.socket]] = {}  # by token
         try:
-            place = host_and_port(listen, least=0)
+            place = split_address(listen, least=0)
             family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
             self._listener = socket.create_server(place, family=family, backlog=128)
         except OSError as error:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import grpc
 
-from collapipe_flwr.core.links import TlsFiles, host_and_port
+from collapipe_flwr.core.links import TlsFiles, split_address
 from collapipe_flwr.core.processes import run_beside
 from collapipe_flwr.transport.intake import STRANGERS_BYTES, Intake
 from collapipe_flwr.transport.keepalive import make_server_keepalive_options
@@ -74,7 +74,7 @@ class Server:
         generic = grpc.method_handlers_generic_handler(service, handlers)
         self._server.add_generic_rpc_handlers((generic,))
         self.address = bind(self._server, listen, tls)
-        self.intake = Intake(host_and_port(self.address)[1], strangers_bytes)
+        self.intake = Intake(split_address(self.address)[1], strangers_bytes)
         self._life = ExitStack()
 
     def __enter__(self) -> Self:

@@ -84,7 +84,7 @@ def test_what_would_not_fit_is_left_out_and_says_so(tmp_path: Path) -> None:
 
 
 def test_what_the_machine_has_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(footprint, "available_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(footprint, "read_available_bytes", lambda: 2**30)
     assert footprint._misfit(2**30, limit=2**40) == ""
     assert "1.5 GiB, 1.0 GiB are free" in footprint._misfit(3 * 2**29, limit=2**40)
 

@@ -35,8 +35,8 @@ from collapipe_flwr.cluster.profile import (
 from collapipe_flwr.config.cluster_file import parse_cluster, read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkTimeout, Unreachable
 from collapipe_flwr.core.json_codec import to_json
-from collapipe_flwr.core.memory import available_memory_bytes
-from collapipe_flwr.core.version import own_version
+from collapipe_flwr.core.memory import read_available_bytes
+from collapipe_flwr.core.version import read_own_version
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.pipeline.benchmark import (
     BenchmarkAnswer,
@@ -87,7 +87,7 @@ def test_members_are_measured_and_the_missing_one_is_named(tmp_path: Path) -> No
     unit, first, second = members
     assert [m["name"] for m in members] == ["control-unit", "pi-1", "pi-2"]
     assert first["speed_flop_per_s"] > 1e7 and unit["speed_flop_per_s"] > 1e7
-    assert 0 < first["memory_bytes"] <= 2 * available_memory_bytes()
+    assert 0 < first["memory_bytes"] <= 2 * read_available_bytes()
     assert first["rate_bit_per_s"] > 1e6 and 0 < first["delay_s"] < 1
     assert 10e6 < first["idle_bytes"] < 64 * 2**20
     assert second["speed_flop_per_s"] is None and "no answer" in second["fault"]
@@ -103,7 +103,7 @@ def test_a_member_of_another_version_is_named_and_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(Daemon("device", "--name", "pi-1", cold=True)) as (daemon,):
-        theirs = own_version()
+        theirs = read_own_version()
         monkeypatch.setattr("collapipe_flwr.__version__", "0.0.9")
         config = read_cluster(_cluster(tmp_path, daemon.address))
         block = BenchmarkRequest(width=32, tokens=4, examples=2, seconds=0.1)

@@ -19,7 +19,7 @@ from collapipe_flwr.config.cluster_file import ClusterLinks
 from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.links import LinkConfig, Note
 from collapipe_flwr.core.measurements import StageMeasurement
-from collapipe_flwr.core.wire import carried_bit_per_s
+from collapipe_flwr.core.wire import measure_bit_per_s
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.spec import BatchShape
@@ -207,7 +207,7 @@ def test_the_rate_of_a_wire_is_the_same_with_snapshots_and_without(
         ):
             frames = {tuple(frame) for *frame, _, _ in arrived}
             assert len(frames) == len(arrived) > 2 * STEPS  # none looks like another
-            rate = carried_bit_per_s(*_over_wire(left, arrived))
+            rate = measure_bit_per_s(*_over_wire(left, arrived))
             assert rate == pytest.approx(WIRE_BIT_PER_S, rel=0.02)
 
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.links import find_free_ports, host_and_port, is_address, is_loopback
+from collapipe_flwr.core.links import find_free_ports, is_address, is_loopback, split_address
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from collapipe_flwr.core.links import find_free_ports, host_and_port, is_address
     ],
 )
 def test_an_address_has_a_host_and_a_port(address: str, place: tuple[str, int]) -> None:
-    assert host_and_port(address) == place and is_address(address)
+    assert split_address(address) == place and is_address(address)
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,11 @@ def test_an_address_has_a_host_and_a_port(address: str, place: tuple[str, int]) 
 def test_anything_else_is_refused(address: str) -> None:
     assert not is_address(address)
     with pytest.raises(ConfigError, match="must read like"):
-        host_and_port(address)
+        split_address(address)
 
 
 def test_a_port_that_the_system_chooses_must_be_allowed() -> None:
-    assert host_and_port("127.0.0.1:0", least=0) == ("127.0.0.1", 0)
+    assert split_address("127.0.0.1:0", least=0) == ("127.0.0.1", 0)
 
 
 @pytest.mark.parametrize(

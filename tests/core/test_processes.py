@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from collapipe_flwr.core import processes
-from collapipe_flwr.core.processes import guard_command, lifeline
+from collapipe_flwr.core.processes import guard_command, open_lifeline
 from tests.core.process_trees import ENDINGS, background, ended, python, told, watched
 
 PROGRAM = """
@@ -65,12 +65,12 @@ def test_a_system_that_lists_no_processes_leaves_the_programs_own_group(
 ) -> None:
     monkeypatch.setattr(processes, "_PROC", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert processes._groups_below(os.getpid()) == set()
+    assert processes._find_groups_below(os.getpid()) == set()
 
 
 @pytest.mark.parametrize(("code", "status"), [("exit 3", 3), ("kill -9 $$", 128 + 9)])
 def test_a_program_that_ends_gives_its_status(code: str, status: int) -> None:
-    with lifeline() as stdin:
+    with open_lifeline() as stdin:
         done = subprocess.run(
             guard_command(["sh", "-c", code]), stdin=stdin, timeout=60, check=False
         )
@@ -78,7 +78,7 @@ def test_a_program_that_ends_gives_its_status(code: str, status: int) -> None:
 
 
 def test_a_program_reads_nothing_of_its_keepers_stdin() -> None:
-    with lifeline() as stdin:
+    with open_lifeline() as stdin:
         done = subprocess.run(
             guard_command(["cat"]), stdin=stdin, capture_output=True, timeout=60, check=True
         )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.replay import Schedule, build_schedule, gpipe, one_f_one_b
-from collapipe_flwr.core.schedule import Action, Op, stage_actions
+from collapipe_flwr.core.schedule import Action, Op, list_stage_actions
 
 falling_depths = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(
     lambda depths: sorted(depths, reverse=True)
@@ -34,7 +34,7 @@ def test_each_micro_batch_goes_forward_and_backward_once_per_stage(depths, micro
 @given(depths=falling_depths, micro_batches=st.integers(1, 12))
 def test_1f1b_never_holds_more_than_its_depth(depths, micro_batches):
     schedule = one_f_one_b(depths, micro_batches)
-    assert schedule.in_flight() == tuple(min(d, micro_batches) for d in depths)
+    assert schedule.count_in_flight() == tuple(min(d, micro_batches) for d in depths)
 
 
 @given(stages=st.integers(1, 5), micro_batches=st.integers(1, 8))
@@ -93,7 +93,7 @@ def test_grid():
 )
 def test_bad_values_are_named(name, depth, micro_batches, said):
     with pytest.raises(ScheduleError, match=said):
-        stage_actions(name, depth, micro_batches)
+        list_stage_actions(name, depth, micro_batches)
 
 
 def test_schedules_need_the_standard_library_only():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from collapipe_flwr.core.links import Note
-from collapipe_flwr.core.wire import carried_bit_per_s
+from collapipe_flwr.core.wire import measure_bit_per_s
 
 RATE = 8e6  # bits per second
 DELAY_S, AHEAD_S = 0.02, 5000.0
@@ -44,25 +44,25 @@ def steps(gap_s: float, size: int = 100_000, count: int = 6) -> list[tuple[float
 @pytest.mark.parametrize("gap_s", [0.0, 0.05, 0.3], ids=["burst", "queue", "idle"])
 @pytest.mark.parametrize("size", [20_000, 100_000])
 def test_bursts_queues_and_idle_wires_tell_the_same_rate(gap_s: float, size: int) -> None:
-    assert carried_bit_per_s(*over_wire(steps(gap_s, size))) == pytest.approx(RATE, rel=0.02)
+    assert measure_bit_per_s(*over_wire(steps(gap_s, size))) == pytest.approx(RATE, rel=0.02)
 
 
 def test_frames_that_arrive_together_are_counted_together() -> None:
     sent, arrived = over_wire(steps(0.0))
     ends = {index // 8: at_s for _, index, at_s, size in arrived if size > 100}  # of each step
     late = [(s, i, ends[i // 8] if size > 100 else at, size) for s, i, at, size in arrived]
-    assert carried_bit_per_s(sent, late) == pytest.approx(RATE, rel=0.02)
+    assert measure_bit_per_s(sent, late) == pytest.approx(RATE, rel=0.02)
 
 
 def test_the_first_frame_may_be_the_only_small_one() -> None:
     frames = steps(0.05)
     only = [frames[0], *(frame for frame in frames if frame[1] > 100)]
-    assert carried_bit_per_s(*over_wire(only)) == pytest.approx(RATE, rel=0.02)
+    assert measure_bit_per_s(*over_wire(only)) == pytest.approx(RATE, rel=0.02)
 
 
 def test_frames_that_were_held_up_change_nothing() -> None:
     held = over_wire(steps(0.3), lambda index: 0.25 if index % 11 == 3 else 0.0)
-    assert carried_bit_per_s(*held) == pytest.approx(RATE, rel=0.02)
+    assert measure_bit_per_s(*held) == pytest.approx(RATE, rel=0.02)
 
 
 def in_streams(drift_s: float = 0.0) -> tuple[list[Note], list[Note]]:
@@ -79,42 +79,42 @@ def in_streams(drift_s: float = 0.0) -> tuple[list[Note], list[Note]]:
 
 @pytest.mark.parametrize("drift_s", [0.0, 0.3, -0.3])
 def test_streams_one_after_the_other_tell_the_rate_of_one(drift_s: float) -> None:
-    assert carried_bit_per_s(*in_streams(drift_s)) == pytest.approx(RATE, rel=0.02)
+    assert measure_bit_per_s(*in_streams(drift_s)) == pytest.approx(RATE, rel=0.02)
 
 
 def test_a_stream_that_only_one_end_counts_changes_nothing() -> None:
     sent, arrived = in_streams()
     void, _ = over_wire(steps(0.01), stream=9)
-    assert carried_bit_per_s([*void, *sent], arrived) == carried_bit_per_s(sent, arrived)
-    assert carried_bit_per_s(arrived, [*void, *sent]) == carried_bit_per_s(arrived, sent)
+    assert measure_bit_per_s([*void, *sent], arrived) == measure_bit_per_s(sent, arrived)
+    assert measure_bit_per_s(arrived, [*void, *sent]) == measure_bit_per_s(arrived, sent)
 
 
 def test_a_stream_that_lost_its_small_frames_is_left_out() -> None:
     sent, arrived = in_streams(0.3)
     late = [note for note in arrived if note[0] != 2 or note[-1] > 100]
-    assert carried_bit_per_s(sent, late) == pytest.approx(RATE, rel=0.02)
+    assert measure_bit_per_s(sent, late) == pytest.approx(RATE, rel=0.02)
 
 
 def test_noise_of_schedulers_is_averaged_out() -> None:
     late = np.random.default_rng(0).exponential(0.002, 100)
     noisy = over_wire(steps(0.05), lambda index: float(late[index]))
-    assert carried_bit_per_s(*noisy) == pytest.approx(RATE, rel=0.1)
+    assert measure_bit_per_s(*noisy) == pytest.approx(RATE, rel=0.1)
 
 
 def test_only_frames_that_both_ends_noted_count() -> None:
     sent, arrived = over_wire(steps(0.0))
-    assert carried_bit_per_s(sent[7:], arrived[:-3]) == pytest.approx(RATE, rel=0.02)
-    assert carried_bit_per_s(sent, []) is None
-    assert carried_bit_per_s(sent[:3], arrived[:3]) is None
+    assert measure_bit_per_s(sent[7:], arrived[:-3]) == pytest.approx(RATE, rel=0.02)
+    assert measure_bit_per_s(sent, []) is None
+    assert measure_bit_per_s(sent[:3], arrived[:3]) is None
 
 
 def test_without_small_frames_nobody_can_tell_delay_from_rate() -> None:
     sent, arrived = over_wire([(k * 1.0, 100_000) for k in range(20)])
-    assert carried_bit_per_s(sent, arrived) is None
+    assert measure_bit_per_s(sent, arrived) is None
 
 
 def test_where_messages_cost_more_than_the_wire_the_rate_is_a_lower_bound() -> None:
     late = np.random.default_rng(0).exponential(0.02, 100)
     busy = over_wire(steps(0.3, size=2_000), lambda index: float(late[index]))
-    rate = carried_bit_per_s(*busy)
+    rate = measure_bit_per_s(*busy)
     assert rate is not None and 0.1 * RATE < rate < RATE

@@ -18,9 +18,9 @@ from collapipe_flwr.core.schedule import (
     Action,
     Op,
     ReplicaIndex,
-    pieces_ahead,
-    textbook_depths,
-    turns,
+    compute_textbook_depths,
+    count_pieces_ahead,
+    list_turns,
 )
 from collapipe_flwr.costs.price import price, set_planned_rates
 from collapipe_flwr.costs.replicas import ReplicatedPricing, compute_exchange_s
@@ -40,12 +40,12 @@ def test_micro_batches_meet_the_replicas_that_lanes_say(
     replica: int, replicas: int, others: int
 ) -> None:
     turn = ReplicaIndex(replica=replica % replicas, replicas=replicas)
-    met = turn.meets(others)
+    met = turn.list_met(others)
     assert len(met) == others // gcd(replicas, others)
-    for m in turn.own(5 * replicas * others):
-        assert met[turn.lane(m, len(met))] == m % others
+    for m in turn.list_own(5 * replicas * others):
+        assert met[turn.find_lane(m, len(met))] == m % others
     assert all(
-        turn.replica in ReplicaIndex(replica=o, replicas=others).meets(replicas) for o in met
+        turn.replica in ReplicaIndex(replica=o, replicas=others).list_met(replicas) for o in met
     )
 
 
@@ -53,11 +53,11 @@ def test_micro_batches_meet_the_replicas_that_lanes_say(
 def test_the_textbooks_depths_never_block_whatever_the_replicas(
     replicas: tuple[int, ...], count: int, name: str
 ) -> None:
-    depths = textbook_depths(replicas)
+    depths = compute_textbook_depths(replicas)
     schedule = build_unchecked(name, depths, count, replicas)
     schedule.dry_run()
     for worker, actions in zip(schedule.workers, schedule.actions, strict=True):
-        own = list(worker.turn.own(count))
+        own = list(worker.turn.list_own(count))
         for op in Op:
             assert [a.micro_batch for a in actions if a.op is op] == own
 
@@ -111,7 +111,7 @@ def test_a_replay_with_replicas_is_what_another_simulation_says(
     times = StepTimes(
         stage_s=(draw(workers), draw(workers)), hop_s=(draw(hops), draw(hops)), replicas=replicas
     )
-    depths = (count,) * len(replicas) if deep else textbook_depths(replicas)
+    depths = (count,) * len(replicas) if deep else compute_textbook_depths(replicas)
     found = replay(times, depths, count).makespan_s
     assert found == pytest.approx(_simulated(times, depths, count), rel=1e-12)
 
@@ -122,8 +122,8 @@ def _exchanged_s(up: list[float], down: list[float], pieces: int) -> float:
     todo = {
         replica: [
             (way, number)
-            for turn in range(pieces + pieces_ahead(replica))
-            for way, number in (("up", turn), ("down", turn - pieces_ahead(replica)))
+            for turn in range(pieces + count_pieces_ahead(replica))
+            for way, number in (("up", turn), ("down", turn - count_pieces_ahead(replica)))
             if 0 <= number < pieces
         ]
         for replica in range(last + 1)
@@ -293,4 +293,8 @@ def test_a_planned_replica_that_is_gone_is_refused() -> None:
 
 
 def test_all_turns_of_a_stage() -> None:
-    assert [turn.own(7) for turn in turns(3)] == [range(0, 7, 3), range(1, 7, 3), range(2, 7, 3)]
+    assert [turn.list_own(7) for turn in list_turns(3)] == [
+        range(0, 7, 3),
+        range(1, 7, 3),
+        range(2, 7, 3),
+    ]

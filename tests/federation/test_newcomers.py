@@ -124,7 +124,7 @@ def test_a_run_takes_up_a_newcomer_and_lets_go_of_a_removed_device(tmp_path: Pat
         grid = LocalGrid({NODE: app}, node_configs={NODE: {"cluster": str(file)}})
         start = ArrayRecord(new_model().state_dict())
         strategy.start(grid=grid, initial_arrays=start, num_rounds=3)
-    planned = [set(r.plan.cluster("shed").device_ids) for r in records]
+    planned = [set(r.plan.find_cluster("shed").device_ids) for r in records]
     assert planned[0] == {"shed/board-1"} and "shed/board-3" in planned[1]
     assert "shed/board-1" in planned[1] and "shed/board-1" not in planned[2]
     executed = records[1].executed("shed")

@@ -13,7 +13,7 @@ import torch
 from collapipe_flwr.core.errors import Busy, ConfigError, LinkError, LinkTimeout, ModelError
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.links import LinkConfig
-from collapipe_flwr.core.version import own_version
+from collapipe_flwr.core.version import read_own_version
 from collapipe_flwr.host.ledger import Ledger
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest
@@ -143,7 +143,7 @@ def test_a_paced_stream_takes_as_long_as_its_link(client):
 @pytest.mark.parametrize("version", ["0.9.9", ""])
 def test_who_runs_another_version_opens_no_session_whatever_it_asks(client, version):
     told = ((methods.VERSION_KEY, version),) if version else ()
-    with pytest.raises(LinkError, match=f"{version}.* and this host version {own_version()}"):
+    with pytest.raises(LinkError, match=f"{version}.* and this host version {read_own_version()}"):
         client.call(methods.OPEN_SESSION, {"a key of": "another version"}, metadata=told)
     client.open_session(request())
 
@@ -289,7 +289,7 @@ def raw_call(address: str, name: str, messages: list[bytes], metadata=KEY) -> li
 def test_garbage_in_a_call_is_an_error_for_that_peer_only(server, client, name, data):
     open_session(client, Head())
     with pytest.raises(grpc.RpcError) as caught:
-        raw_call(server.address, name, [data], (*KEY, (methods.VERSION_KEY, own_version())))
+        raw_call(server.address, name, [data], (*KEY, (methods.VERSION_KEY, read_own_version())))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     client.get_session(session_key()).fetch_weights()
 

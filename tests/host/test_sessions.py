@@ -143,7 +143,7 @@ class PausedThread(threading.Thread):
         super().__init__()
         self.reached, self.go_on = threading.Event(), threading.Event()
         self.paused = False
-        self._call, self._at, self._lines = call, at, 0
+        self._call, self._find_worker, self._lines = call, at, 0
 
     def run(self) -> None:
         sys.settrace(self._trace)
@@ -158,7 +158,7 @@ class PausedThread(threading.Thread):
             return None
         if event == "line":
             self._lines += 1
-            if self._lines == self._at:
+            if self._lines == self._find_worker:
                 self.paused = True
                 self.reached.set()
                 assert self.go_on.wait(60)

@@ -26,7 +26,7 @@ import grpc
 import torch
 
 from collapipe_flwr.core.links import TlsFiles
-from collapipe_flwr.core.version import own_version
+from collapipe_flwr.core.version import read_own_version
 from collapipe_flwr.pipeline.config import SessionKey, SessionRequest
 from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind
 from collapipe_flwr.transport import methods
@@ -142,7 +142,7 @@ def _pushed(channel: grpc.Channel, frames: list[bytes], *, endless: bool = False
 def _answers(channel: grpc.Channel, name: str, messages: list[bytes], session_id: str = "") -> bool:
     """Whether the host does what it is asked."""
     session = ((methods.SESSION_KEY, session_id), (methods.TOKEN_KEY, TOKEN))
-    metadata = (*session, (methods.VERSION_KEY, own_version()))
+    metadata = (*session, (methods.VERSION_KEY, read_own_version()))
     call = channel.stream_stream(f"/{methods.SERVICE}/{name}", None, None)
     try:
         list(call(iter(messages), timeout=CALL_S, metadata=metadata))

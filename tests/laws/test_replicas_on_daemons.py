@@ -85,7 +85,7 @@ def test_every_two_replicas_that_meet_have_a_link_in_reports(cluster: Cluster) -
         reports=tuple(reports),
         edge=edge,
     )
-    links = told.links(plan, paced=False)
+    links = told.report_links(plan, paced=False)
     assert [(link.sender, link.receiver) for link in links] == [
         ("control-unit", "A/d0"),
         ("A/d0", "A/d1"),

@@ -26,7 +26,7 @@ from collapipe_flwr.config.access_control import SERVICE_NAME, access_control
 from collapipe_flwr.config.cluster_file import MemberConfig, Role
 from collapipe_flwr.core.errors import ConfigError, LinkError
 from collapipe_flwr.core.links import TlsFiles
-from collapipe_flwr.core.version import own_version
+from collapipe_flwr.core.version import read_own_version
 from collapipe_flwr.membership import admission, newcomer
 from collapipe_flwr.membership.admission import (
     MESSAGE_BYTES,
@@ -196,7 +196,7 @@ def test_a_board_of_another_version_hears_it_and_may_use_the_token_later(
     asked = request(tmp_path, token, "pi-1")
     with pytest.raises(JoinRefused, match=r"pi-1 runs .*the control unit version") as refused:
         admit(registry, replace(asked, version=version))
-    assert version in str(refused.value) and own_version() in str(refused.value)
+    assert version in str(refused.value) and read_own_version() in str(refused.value)
     assert not registry.cluster().devices
     assert admit(registry, asked).cluster_id == ID
 
@@ -538,7 +538,7 @@ def request(folder: Path, token, name: str, unix_s: float | None = None) -> Join
         request_pem=make_request(name, key),
         unix_s=time.time() if unix_s is None else unix_s,
         address="127.0.0.1:1000",
-        version=own_version(),
+        version=read_own_version(),
     )
 
 

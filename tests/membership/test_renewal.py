@@ -16,7 +16,7 @@ from cryptography import x509
 
 from collapipe_flwr.config.cluster_file import MemberConfig, Role, read_cluster
 from collapipe_flwr.core.errors import ConfigError, LinkError, ProtocolError
-from collapipe_flwr.core.links import TlsFiles, host_and_port
+from collapipe_flwr.core.links import TlsFiles, split_address
 from collapipe_flwr.membership.admission import JoiningService
 from collapipe_flwr.membership.members import RosterSender, list_callable, send_rosters
 from collapipe_flwr.membership.newcomer import Membership, find_membership
@@ -84,7 +84,7 @@ def shown_at(address: str, files: TlsFiles) -> str:
     assert files.certificate is not None
     context.load_cert_chain(files.certificate, files.key)
     with (
-        socket.create_connection(host_and_port(address), 10) as peer,
+        socket.create_connection(split_address(address), 10) as peer,
         context.wrap_socket(peer) as shaken,
     ):
         der = shaken.getpeercert(binary_form=True)

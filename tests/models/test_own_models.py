@@ -61,7 +61,7 @@ def spec_of(kind: type, **choices: Any) -> ModelSpec:
     return ModelSpec(
         task=recognize_task(kind),
         config_json=config.to_json_string(use_diff=False),
-        model_class=imports.path_of(kind, "the model"),
+        model_class=imports.find_path(kind, "the model"),
         **choices,
     )
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import collapipe_flwr
 from collapipe_flwr.cli import app
-from collapipe_flwr.core.errors import ConfigError, extra, require
+from collapipe_flwr.core.errors import ConfigError, name_extra, require
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = ("datasets", "flwr_datasets", "PIL", "sacrebleu", "ray", "peft", "matplotlib", "cvxpy")
@@ -163,11 +163,11 @@ def test_base_and_library_work_without_extras_and_others_name_the_one_they_need(
 
 def test_a_missing_package_is_one_sentence_that_names_its_extra() -> None:
     sentence = r"^the package absent is not installed: run `pip install 'collapipe-flwr\[plot\]'`$"
-    with pytest.raises(ConfigError, match=sentence), extra("plot"):
+    with pytest.raises(ConfigError, match=sentence), name_extra("plot"):
         import absent.inner  # noqa: F401
     with pytest.raises(ConfigError, match=sentence):
         require("absent", "plot")
-    with extra("plot"):
+    with name_extra("plot"):
         require("json", "plot")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.memory import available_memory_bytes, left_in_groups
+from collapipe_flwr.core.memory import read_available_bytes, read_group_limits
 from collapipe_flwr.host import daemon
 from collapipe_flwr.host.daemon import HostSettings, serve
 from collapipe_flwr.pipeline import compute
@@ -122,7 +122,7 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     tensors = {"weight": part.weight}
     assert hold(part, CPU).weight is tensors["weight"]
     assert compute.bring(tensors, CPU) is tensors and compute.bring_home(tensors) is tensors
-    assert measure_free_bytes(CPU) == pytest.approx(available_memory_bytes(), rel=0.2)
+    assert measure_free_bytes(CPU) == pytest.approx(read_available_bytes(), rel=0.2)
 
 
 def test_a_service_has_what_its_groups_leave(tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_a_service_has_what_its_groups_leave(tmp_path: Path) -> None:
         (folder / "memory.max").write_text(f"{most}\n")
         (folder / "memory.current").write_text(f"{used}\n")
         (folder / "memory.stat").write_text("anon 600\ninactive_file 50\n")
-    assert list(left_in_groups(tmp_path, tmp_path / "own")) == [350]
-    assert list(left_in_groups(tmp_path, tmp_path / "nowhere")) == []
+    assert list(read_group_limits(tmp_path, tmp_path / "own")) == [350]
+    assert list(read_group_limits(tmp_path, tmp_path / "nowhere")) == []
 
 
 @pytest.mark.parametrize("name", ["/jobs/a", "/seen/from/outside"])
@@ -148,4 +148,4 @@ def test_limits_of_groups_of_version_1_count_too(tmp_path: Path, name: str) -> N
         (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
         (folder / "memory.stat").write_text("inactive_file 10\ntotal_inactive_file 50\n")
     left = [350, 2150] if name == "/jobs/a" else [2150]
-    assert list(left_in_groups(tmp_path, own)) == left
+    assert list(read_group_limits(tmp_path, own)) == left

@@ -262,7 +262,7 @@ def test_participation_floor_is_kept_on_average_and_stragglers_sit_out() -> None
     options = replace(ONE, participation_floor=0.3, bound=False)
     rounds = 8
     plans, _, state = run(make_scheduler("dssda", options), world, model, rounds, options)
-    share = np.mean([plan.cluster("cluster-2") is not None for plan in plans])
+    share = np.mean([plan.find_cluster("cluster-2") is not None for plan in plans])
     assert share < 1.0
     assert share >= 0.3 - state.participation_queue["cluster-2"] / rounds - 1e-9
     assert state.participation_queue["cluster-2"] < 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from collapipe_flwr.core.errors import LinkError
-from collapipe_flwr.core.links import LinkConfig, min_rate
+from collapipe_flwr.core.links import LinkConfig, find_min_rate
 from collapipe_flwr.pipeline.link import HIDDEN, Frame, FrameKind, MemoryLink
 from collapipe_flwr.transport import simulated_link
 from collapipe_flwr.transport.simulated_link import make_simulated_pair
@@ -79,4 +79,4 @@ def test_links_without_a_rate_stay_as_they_are():
 
 @pytest.mark.parametrize(("one", "other", "both"), [(None, None, None), (2, None, 2), (3, 2, 2)])
 def test_of_two_limits_the_smaller_holds(one, other, both):
-    assert min_rate(one, other) == min_rate(other, one) == both
+    assert find_min_rate(one, other) == find_min_rate(other, one) == both

@@ -27,7 +27,7 @@ from collapipe_flwr.core.errors import (
     require,
 )
 from collapipe_flwr.core.hub import expand_home, explain_absent_model
-from collapipe_flwr.core.links import TlsFiles, host_and_port
+from collapipe_flwr.core.links import TlsFiles, split_address
 from collapipe_flwr.federation.run.first_look import check_paths
 from collapipe_flwr.federation.run.launcher import Launch
 from collapipe_flwr.host.metrics import check_address
@@ -259,7 +259,7 @@ def _check_files(what: str, files: TlsFiles) -> None:
 def _check_edge(what: str, address: str, *others: str) -> None:
     """Raise ConfigError where none of these edges answers."""
     with prefix_errors(what):
-        place = host_and_port(address)
+        place = split_address(address)
     try:
         socket.create_connection(place, _CONNECT_S).close()
     except OSError as error:

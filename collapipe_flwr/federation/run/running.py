@@ -20,7 +20,7 @@ from typing import Any
 from collapipe_flwr.config.cluster_file import ClusterConfig, read_cluster
 from collapipe_flwr.config.parsing import declared_config, override, read_overrides
 from collapipe_flwr.core.durable import make_numbered_folder, write_file
-from collapipe_flwr.core.errors import ConfigError, RunError, require, wrong_input
+from collapipe_flwr.core.errors import ConfigError, RunError, mark_wrong_input, require
 from collapipe_flwr.core.links import TlsFiles
 from collapipe_flwr.federation.run.launcher import CLUSTERS, Launch, first_error, run_app
 from collapipe_flwr.reporting.report.page import has_report, write_closing_report
@@ -139,7 +139,7 @@ class Attempt:
         This process thus loads no heavy libraries, and answers signals at once. Raises ConfigError
         for a missing extra, and SystemExit if the child refused the run and printed why.
         """
-        with wrong_input():
+        with mark_wrong_input():
             if not self._launch.clusters:
                 require("ray", "simulation")
         command = [sys.executable, "-m", "collapipe_flwr.cli.child", "check-config", "--launch"]

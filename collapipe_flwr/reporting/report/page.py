@@ -16,7 +16,7 @@ from collapipe_flwr.core.errors import (
     CollaPipeError,
     ConfigError,
     RunError,
-    extra,
+    name_extra,
     require,
     wrap_unexpected,
 )
@@ -89,7 +89,7 @@ def balance_columns(tiles: int) -> int:
 
 def plotly_js() -> str:
     """Return the library that draws; raises ConfigError where the extra is not installed."""
-    with extra("report"):
+    with name_extra("report"):
         from plotly.offline import get_plotlyjs
     return str(get_plotlyjs())
 
@@ -101,7 +101,7 @@ def section_html(section: Section) -> str:
 
 @cache
 def _templates() -> Environment:
-    with extra("report"):
+    with name_extra("report"):
         from jinja2 import DictLoader, Environment, StrictUndefined
     found = Environment(
         loader=DictLoader({"page": PAGE, "section": SECTION}),
