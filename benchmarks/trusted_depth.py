@@ -22,7 +22,7 @@ from typing import Any
 from collapipe_flwr.core.domain import ClusterSnapshot, ModelProfile, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.scheduler.controller import RoundController
-from collapipe_flwr.scheduler.edges import with_divided_memory
+from collapipe_flwr.scheduler.edges import divide_memory
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulation.setting import PRESETS, Setting
 from collapipe_flwr.simulation.world import with_edge_at_home
@@ -41,7 +41,7 @@ def beside_the_server(cluster: ClusterSnapshot, model: ModelProfile) -> ClusterS
 
 def at_the_control_unit(cluster: ClusterSnapshot, model: ModelProfile) -> ClusterSnapshot:
     """One machine at both ends of the pipeline."""
-    profile = with_divided_memory(with_edge_at_home(cluster.profile), model)
+    profile = divide_memory(with_edge_at_home(cluster.profile), model)
     return replace(cluster, profile=profile, channel=cluster.channel.to_member(0))
 
 

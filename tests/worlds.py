@@ -22,7 +22,7 @@ from collapipe_flwr.costs.price import PricedPlan, price
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.dssda import Dssda
-from collapipe_flwr.scheduler.outcomes import simulated_cluster
+from collapipe_flwr.scheduler.outcomes import simulate_cluster
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import Nested, SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.setting import ModelShape, Setting
@@ -36,15 +36,15 @@ KINDS = (*BOARDS, "jetson-orin-nano")
 class QueuesAlone(Dssda):
     """Plain drift plus penalty: queues start empty, and no account limits a round."""
 
-    def _started(self, state: SchedulerState, snapshot: Snapshot) -> SchedulerState:
+    def _start(self, state: SchedulerState, snapshot: Snapshot) -> SchedulerState:
         del snapshot
         return replace(state, weight=self.settings.penalty_weight)
 
-    def _placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
+    def _settle_placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
         del accounts_j
         return state.placeholder_j
 
-    def _room(self, tables: Tables, state: SchedulerState) -> Array:
+    def _compute_room(self, tables: Tables, state: SchedulerState) -> Array:
         del state
         return np.full_like(tables.members.budget_mi, np.inf)
 
@@ -173,7 +173,7 @@ def simulated_outcome(
     """What a round with this plan costs in the true world, where its price is known."""
     profiles = {c.profile.cluster_id: c.profile for c in truth.clusters}
     clusters = tuple(
-        simulated_cluster(part, found, profiles[part.cluster_id], truth, seen, options)
+        simulate_cluster(part, found, profiles[part.cluster_id], truth, seen, options)
         for part, found in zip(plan.clusters, priced.clusters, strict=True)
     )
     return RoundOutcome(round_index=plan.round_index, latency_s=priced.latency_s, clusters=clusters)

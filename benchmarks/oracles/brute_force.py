@@ -20,13 +20,13 @@ from collapipe_flwr.costs.radio import LN2
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import fits, sum_radio_energy_j
 from collapipe_flwr.scheduler.base import (
-    initial_state,
-    planner_for,
-    solution_plan,
+    make_initial_state,
+    make_plan,
+    make_solver,
 )
 from collapipe_flwr.scheduler.decision import refine_codecs
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts, rows_for
-from collapipe_flwr.scheduler.model_share import capped, least_shares, with_model_shares
+from collapipe_flwr.scheduler.model_share import cap_shares, find_least_shares, set_model_shares
 from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 
@@ -44,7 +44,7 @@ def exhaustive(planner: PlanSolver) -> Solution:
     for bound, choice in sorted(_bounds(planner, options, limits)):
         if best is not None and bound >= best.objective:
             break
-        solution = planner.radio(_combined(options, choice))
+        solution = planner.optimize_radio(_combined(options, choice))
         if best is None or solution.objective < best.objective:
             best = solution
     assert best is not None
@@ -56,10 +56,10 @@ def _combined(options: list[Layouts], choice: tuple[int, ...]) -> Layouts:
 
 
 def _feasible(planner: PlanSolver, m: int) -> Layouts:
-    devices, blocks = int(planner.device_counts()[m]), planner.tables.num_blocks
-    if count_layouts(devices, blocks) * len(planner.batches()) > MOST_ROWS:
+    devices, blocks = int(planner.count_devices()[m]), planner.tables.num_blocks
+    if count_layouts(devices, blocks) * len(planner.list_batches()) > MOST_ROWS:
         raise ScheduleError("brute force is for tiny instances: use dssda")
-    rows = rows_for(m, *all_layouts(devices, blocks), planner.batches())
+    rows = rows_for(m, *all_layouts(devices, blocks), planner.list_batches())
     good = rows.take(fits(planner.tables, rows, planner.settings))
     if not len(good):
         planner.refuse(np.array([m]))
@@ -84,7 +84,7 @@ def _bounds(
 ) -> Iterator[tuple[float, tuple[int, ...]]]:
     """A lower bound of every combination, with the combination."""
     for choice in product(*(range(len(rows)) for rows in options)):
-        rho = planner.learning.rho(planner.tables, _combined(options, choice))
+        rho = planner.learning.compute_rho(planner.tables, _combined(options, choice))
         latency = max(float(t[c]) for (t, _), c in zip(limits, choice, strict=True))
         energy = sum(float(e[c]) for (_, e), c in zip(limits, choice, strict=True))
         yield planner.latency_price * rho * latency + energy, choice
@@ -94,10 +94,10 @@ def optimal_plan(
     snapshot: Snapshot, settings: SchedulerConfig, state: SchedulerState | None = None
 ) -> Plan:
     """The optimal plan of one round; raises ScheduleError for instances that are too large."""
-    before = state or initial_state(snapshot, settings)
+    before = state or make_initial_state(snapshot, settings)
     tables = tabulate(snapshot, settings.coarsest)
-    shares = least_shares(tables, settings)
-    limited = capped(tables, shares, settings)
-    planner = planner_for(limited, before, settings)
-    plan = solution_plan(refine_codecs(planner, exhaustive(planner)), "brute-force", 1.0)
-    return with_model_shares(plan, shares, tables, settings)
+    shares = find_least_shares(tables, settings)
+    limited = cap_shares(tables, shares, settings)
+    planner = make_solver(limited, before, settings)
+    plan = make_plan(refine_codecs(planner, exhaustive(planner)), "brute-force", 1.0)
+    return set_model_shares(plan, shares, tables, settings)

@@ -17,7 +17,7 @@ from collapipe_flwr.costs.chain import choose_depths, make_chain, price_rows, so
 from collapipe_flwr.costs.layouts import UNUSED, Layouts, gather_members
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.problem import Learning
-from collapipe_flwr.scheduler.radio.interior_point import equal_shares
+from collapipe_flwr.scheduler.radio.interior_point import share_equally
 
 SPREADS = 6  # of every cluster and pair of micro-batches, the quickest by what they take at least
 ORDERS = 30  # of the devices of each; random ones where there are more
@@ -109,7 +109,7 @@ def _within_budgets(one: Round, rows: Layouts) -> float:
         return np.inf
     chain = make_chain(tables, rows, one.settings)
     share = tables.snapshot.radio.bandwidth_hz / tables.num_clusters
-    equal = equal_shares(chain, share * len(rows))
+    equal = share_equally(chain, share * len(rows))
     priced = price_rows(chain, equal.times, solve_powers(chain, equal.edge_hz_r, equal.times))
     budget: Array = gather_members(tables.members.budget_mi, rows, padding=np.inf)
     kept = np.flatnonzero((priced.energy_j <= budget).all(1))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from benchmarks.oracles.brute_force import optimal_plan
 from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.scheduler.base import USUAL_WEIGHT, planner_for
+from collapipe_flwr.scheduler.base import USUAL_WEIGHT, make_solver
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.simulation.setting import ModelShape, Setting
@@ -132,7 +132,7 @@ def gap(case: Instance) -> float:
 def _objective(case: Instance, plan: Plan) -> float:
     """Penalty plus drift of a plan: ``V rho T / T_ref + sum Q / budget^2 * energy``."""
     tables = tabulate(case.snapshot)
-    planner = planner_for(tables, case.state, case.settings)
+    planner = make_solver(tables, case.state, case.settings)
     total = planner.latency_price * plan.rho * plan.latency_s
     for m, cluster in enumerate(case.snapshot.clusters):
         chosen = plan.find_cluster(cluster.profile.cluster_id)

@@ -22,8 +22,8 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.reporting.output import prepare, progress, write_json
-from collapipe_flwr.scheduler.base import learning_in
-from collapipe_flwr.scheduler.model_share import capped, least_shares
+from collapipe_flwr.scheduler.base import price_learning
+from collapipe_flwr.scheduler.model_share import cap_shares, find_least_shares
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.problem import Learning
 from collapipe_flwr.scheduler.protocol import REPAID
@@ -186,13 +186,13 @@ def _rounds(setting: Setting, world: World, rounds: int) -> tuple[list[Round], L
     first = make_scheduler("dssda", setting.settings).init(
         world.snapshot(1, setting.model.profile())
     )
-    return seen, learning_in(seen[0].tables, first, setting.settings)
+    return seen, price_learning(seen[0].tables, first, setting.settings)
 
 
 def _round(setting: Setting, world: World, index: int) -> Round:
     settings = setting.settings
     tables = tabulate(world.snapshot(index, setting.model.profile()), settings.coarsest)
-    return Round(capped(tables, least_shares(tables, settings), settings), settings)
+    return Round(cap_shares(tables, find_least_shares(tables, settings), settings), settings)
 
 
 def energy_used(world: World, done: Sequence[EpisodeStep]) -> Array:

@@ -15,10 +15,10 @@ from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import Chain, make_chain, price_rows, solve_powers
 from collapipe_flwr.costs.layouts import gather_members, make_plan_rows
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.scheduler.base import planner_for
+from collapipe_flwr.scheduler.base import make_solver
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate
-from collapipe_flwr.scheduler.radio.problem import radio_problem
+from collapipe_flwr.scheduler.radio.problem import make_radio_problem
 from collapipe_flwr.simulation.setting import Setting
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class RadioInstance:
         """The optimum by cvxpy; raises ScheduleError where it does not converge."""
         from benchmarks.oracles.radio_reference import solve_reference  # seconds, for few
 
-        problem = radio_problem(
+        problem = make_radio_problem(
             self.chain,
             self.price_rs,
             latency_price=self.latency_price,
@@ -122,7 +122,7 @@ def radio_instance(setting: Setting, seed: int) -> RadioInstance:
     state = queued(scheduler.init(snapshot), snapshot, np.random.default_rng([seed, 2509]))
     plan, state = scheduler.step(state, snapshot)
     tables = tabulate(snapshot)
-    planner = planner_for(tables, state, setting.settings)
+    planner = make_solver(tables, state, setting.settings)
     chain = make_chain(tables, make_plan_rows(tables, plan.clusters), setting.settings)
     return RadioInstance(
         chain=chain,

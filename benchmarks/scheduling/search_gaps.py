@@ -21,8 +21,8 @@ from benchmarks.scheduling.plain_costs import PlainCosts
 from benchmarks.scheduling.rivals import Budget, Plans, anneal, climb, picked, promising
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.scheduler.base import planner_for
-from collapipe_flwr.scheduler.model_share import capped, least_shares
+from collapipe_flwr.scheduler.base import make_solver
+from collapipe_flwr.scheduler.model_share import cap_shares, find_least_shares
 from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulation.setting import ModelShape, Setting
@@ -191,7 +191,7 @@ def search_case(size: SearchSize, seed: int, queues: bool) -> SearchCase:
 
 def with_radio(planner: PlanSolver, plans: Plans) -> Solution:
     """A rival's plan with all that the scheduler does about bandwidth and power."""
-    found = planner.radio(plans.rows.layouts())
+    found = planner.optimize_radio(plans.rows.layouts())
     return planner.shift_bandwidth(found) if planner.settings.schedule == "1f1b" else found
 
 
@@ -207,8 +207,8 @@ def search_planner(size: SearchSize, seed: int, queues: bool) -> PlanSolver:
     if queues:
         state = queued(state, snapshot, np.random.default_rng([seed, 2509]))
     tables = tabulate(snapshot, settings.coarsest)
-    limited = capped(tables, least_shares(tables, settings), settings)
-    return planner_for(limited, state, settings)
+    limited = cap_shares(tables, find_least_shares(tables, settings), settings)
+    return make_solver(limited, state, settings)
 
 
 def rival_plans(planner: PlanSolver, seed: int, queues: bool) -> Iterator[tuple[str, Plans]]:

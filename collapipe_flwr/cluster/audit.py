@@ -29,7 +29,7 @@ from collapipe_flwr.core.domain import ClusterPlan, ClusterProfile, ModelProfile
 from collapipe_flwr.core.errors import AuditFailed, ConfigError, ScheduleError
 from collapipe_flwr.models.any_splitter import AnySplitter
 from collapipe_flwr.pipeline.notes import CAUSES, GIVEN, TAKEN, agree, make_note_key
-from collapipe_flwr.scheduler.refusal import compared
+from collapipe_flwr.scheduler.refusal import compare_sizes
 
 log = logging.getLogger(__name__)
 TOLERANCE = 0.02
@@ -70,8 +70,8 @@ def check_room(plan: ClusterPlan, profile: ClusterProfile, model: ModelProfile) 
     if profile.real_links and need > room:
         raise ConfigError(
             "trust.audit-share needs a control unit that holds the whole model, which takes "
-            f"{compared(need, room, 'it has')}: set trust.audit-share=0, or give the cluster a "
-            "larger one"
+            f"{compare_sizes(need, room, 'it has')}: set trust.audit-share=0, or give the cluster "
+            "a larger one"
         )
 
 

@@ -19,8 +19,8 @@ from collapipe_flwr.models.families import FAMILIES
 from collapipe_flwr.models.profile import TimedBlock, profile_model, time_block
 from collapipe_flwr.models.spec import BatchShape, LoraConfig
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.scheduler.edges import with_divided_memory
-from collapipe_flwr.scheduler.link_estimates import links_begun, with_links
+from collapipe_flwr.scheduler.edges import divide_memory
+from collapipe_flwr.scheduler.link_estimates import apply_links, begin_links
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.world import make_world, with_some_edge
@@ -188,12 +188,12 @@ def plan_first_round(
         examples=[cluster.examples],
         cluster_ids=[cluster.cluster_id],
     )
-    cluster = with_divided_memory(with_some_edge(cluster), profile)
+    cluster = divide_memory(with_some_edge(cluster), profile)
     cluster = cluster.with_members(lambda member: replace(member, energy_budget_j=math.inf))
     world = replace(world, clusters=(cluster,))
     scheduler = make_scheduler("dssda", settings)
     told = world.snapshot(1, profile)
-    snapshot = with_links(told, links_begun({}, told))
+    snapshot = apply_links(told, begin_links({}, told))
     plan, _ = scheduler.step(scheduler.init(snapshot), snapshot)
     found = plan.find_cluster(cluster.cluster_id)
     assert found is not None, "one cluster alone always takes part"

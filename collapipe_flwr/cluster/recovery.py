@@ -60,8 +60,8 @@ from collapipe_flwr.pipeline.soundness import describe_implausible
 from collapipe_flwr.pipeline.state import PartState
 from collapipe_flwr.pipeline.step import StepResult
 from collapipe_flwr.scheduler.plans import check_privacy
-from collapipe_flwr.scheduler.refusal import compared
-from collapipe_flwr.scheduler.replan import ReplanInput, replan, with_head, without_lost
+from collapipe_flwr.scheduler.refusal import compare_sizes
+from collapipe_flwr.scheduler.replan import ReplanInput, add_head, drop_lost, replan
 
 log = logging.getLogger(__name__)
 _draw = random.SystemRandom()  # nobody can foresee it
@@ -439,10 +439,10 @@ class RecoveringPipeline:
         if edge.device_id == profile.control_unit.device_id:
             need_bytes += model.embedding.state_bytes
         if need_bytes > room:
-            raise InfeasibleError(f"its part {compared(need_bytes, room, 'it has')}")
+            raise InfeasibleError(f"its part {compare_sizes(need_bytes, room, 'it has')}")
         hops = (*plan.hops[:-1], *(hop.unpaced for hop in plan.hops[-1:]))
         before = next((each for each in profile.edges if each.id == plan.edge), None)
-        spent = with_head(with_head(plan.energy_j, plan, before, model, -1.0), plan, edge, model)
+        spent = add_head(add_head(plan.energy_j, plan, before, model, -1.0), plan, edge, model)
         plan = replace(plan, edge=edge.id, hops=hops, energy_j=spent)
         if edge.device_id not in plan.device_ids:
             return plan
@@ -464,7 +464,7 @@ class RecoveringPipeline:
             present=present,
         )
         try:
-            return without_lost(plan, remains) or replan(plan, remains)
+            return drop_lost(plan, remains) or replan(plan, remains)
         except InfeasibleError as short:
             if isinstance(error, AuditFailed):
                 raise InfeasibleError(f"{error}; {short}") from error

@@ -43,7 +43,7 @@ from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.profile import StateBytes, profile_model
 from collapipe_flwr.scheduler.base import Policy
 from collapipe_flwr.scheduler.controller import ControllerState, RoundController
-from collapipe_flwr.scheduler.edges import with_divided_memory
+from collapipe_flwr.scheduler.edges import divide_memory
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
 from collapipe_flwr.simulation.world import (
@@ -123,7 +123,7 @@ class Planning:
             updates=self.updates,
         )
         profile = budgeted(with_some_edge(profile, self.edge_address), self.budget, model)
-        return profile if model is None else with_divided_memory(profile, model)
+        return profile if model is None else divide_memory(profile, model)
 
     @property
     def scheduler(self) -> Scheduler:

@@ -15,7 +15,7 @@ IN_HAND = 0.5  # budgets that an account with a price should hold on average
 GAIN = 0.25  # of what it is off, by which the place-holder moves in a round
 
 
-def opened_accounts(
+def open_accounts(
     budgets_j: Nested, rounds: int, settings: SchedulerConfig
 ) -> dict[str, dict[str, float]]:
     """Open accounts after ``rounds`` rounds with the rest of the advance, for finite budgets."""
@@ -28,7 +28,7 @@ def opened_accounts(
     }
 
 
-def settled_accounts(
+def settle_accounts(
     accounts_j: Nested,
     budgets_j: Nested,
     spent_j: Nested,
@@ -36,7 +36,7 @@ def settled_accounts(
     settings: SchedulerConfig,
 ) -> dict[str, dict[str, float]]:
     """Settle accounts after the ``rounds``-th round; a device seen for the first time opens one."""
-    share = settings.aimed(rounds)
+    share = settings.aim_share(rounds)
     return {
         cluster: {
             device: accounts_j.get(cluster, {}).get(device, first)
@@ -44,11 +44,11 @@ def settled_accounts(
             - spent_j.get(cluster, {}).get(device, 0.0)
             for device, first in fresh.items()
         }
-        for cluster, fresh in opened_accounts(budgets_j, rounds - 1, settings).items()
+        for cluster, fresh in open_accounts(budgets_j, rounds - 1, settings).items()
     }
 
 
-def settled_placeholders(
+def settle_placeholders(
     placeholders_j: Nested, accounts_j: Nested, budgets_j: Nested
 ) -> dict[str, dict[str, float]]:
     """Lower place-holders of full accounts after a round, and raise those of empty ones.

@@ -23,14 +23,14 @@ from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.warm_up import Depths
 from collapipe_flwr.costs.work import fits
-from collapipe_flwr.scheduler.accounts import opened_accounts, settled_accounts
-from collapipe_flwr.scheduler.edges import on_edges
-from collapipe_flwr.scheduler.estimates import plausible_j, profiles_learned
-from collapipe_flwr.scheduler.gain_estimates import with_error
+from collapipe_flwr.scheduler.accounts import open_accounts, settle_accounts
+from collapipe_flwr.scheduler.edges import choose_edges
+from collapipe_flwr.scheduler.estimates import bound_plausible_j, learn_profiles
+from collapipe_flwr.scheduler.gain_estimates import measure_error
 from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
-from collapipe_flwr.scheduler.link_estimates import links_learned
+from collapipe_flwr.scheduler.link_estimates import learn_links
 from collapipe_flwr.scheduler.planner import PlanSolver, Solution
-from collapipe_flwr.scheduler.problem import Learning, learning_for
+from collapipe_flwr.scheduler.problem import Learning, make_learning
 from collapipe_flwr.scheduler.protocol import (
     NOISE_SCALE,
     Nested,
@@ -39,9 +39,9 @@ from collapipe_flwr.scheduler.protocol import (
     SchedulerState,
     advance_energy,
     advance_participation,
-    reference_of,
+    require_reference,
 )
-from collapipe_flwr.scheduler.radio.interior_point import equal_shares
+from collapipe_flwr.scheduler.radio.interior_point import share_equally
 
 USUAL_WEIGHT = 100.0  # V unless given or learnt
 DEAD = 1e-4  # of the fastest link's rate: with less a link carries nothing
@@ -57,28 +57,28 @@ class Policy:
 
     def init(self, snapshot: Snapshot) -> SchedulerState:
         """Empty queues and the reference plan of ``snapshot``."""
-        return initial_state(on_edges(snapshot, {}, {}), self.settings)
+        return make_initial_state(choose_edges(snapshot, {}, {}), self.settings)
 
     def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
         """Queues by realised energy, estimates by telemetry; rules keep them for reporting."""
         settings, steps = self.settings, [c.local_steps for c in plan.clusters]
         planned_j = {cluster.cluster_id: cluster.energy_j for cluster in plan.clusters}
         spent_j = {
-            c.cluster_id: plausible_j(c.energy_j, planned_j.get(c.cluster_id, {}))
+            c.cluster_id: bound_plausible_j(c.energy_j, planned_j.get(c.cluster_id, {}))
             for c in outcome.clusters
         }
         connected = {*state.budget_j, *spent_j, *(c.cluster_id for c in plan.clusters)}
-        accounts_j = settled_accounts(
+        accounts_j = settle_accounts(
             state.account_j, state.budget_j, spent_j, state.rounds, settings
         )
-        placeholders_j = self._placeholders(state, accounts_j)
+        placeholders_j = self._settle_placeholders(state, accounts_j)
         return replace(
             state,
             energy_queue_j=advance_energy(
                 state.energy_queue_j,
                 state.budget_j,
                 spent_j,
-                share=settings.aimed(state.rounds),
+                share=settings.aim_share(state.rounds),
                 placeholders_j=placeholders_j,
             ),
             account_j=accounts_j,
@@ -89,9 +89,9 @@ class Policy:
                 spent_j,
                 floor=settings.participation_floor,
             ),
-            beliefs=profiles_learned(state.beliefs, outcome),
-            doubt=with_error(state.doubt, outcome),
-            links=links_learned(state.links, outcome),
+            beliefs=learn_profiles(state.beliefs, outcome),
+            doubt=measure_error(state.doubt, outcome),
+            links=learn_links(state.links, outcome),
             learning=update(
                 state.learning,
                 outcome,
@@ -100,20 +100,20 @@ class Policy:
             ),
         )
 
-    def _placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
+    def _settle_placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
         """Place-holders after a round: unchanged for policies that ignore prices."""
         del accounts_j
         return state.placeholder_j
 
 
-def initial_state(snapshot: Snapshot, settings: SchedulerConfig) -> SchedulerState:
+def make_initial_state(snapshot: Snapshot, settings: SchedulerConfig) -> SchedulerState:
     """Empty queues, and a plain plan as the reference of latency and rounds."""
     tables = tabulate(snapshot, settings.coarsest)
-    reference = _reference(_with_usable_links(tables), settings)
-    return SchedulerState(reference=reference, budget_j=known_budgets({}, snapshot))
+    reference = _make_reference(_replace_dead_links(tables), settings)
+    return SchedulerState(reference=reference, budget_j=collect_budgets({}, snapshot))
 
 
-def _with_usable_links(tables: Tables) -> Tables:
+def _replace_dead_links(tables: Tables) -> Tables:
     """Replace dead links by the median of the others of their kind.
 
     The reference is a scale for all rounds: it must not hang on a link that was away in the first.
@@ -134,11 +134,11 @@ def _with_usable_links(tables: Tables) -> Tables:
     return replace(tables, gain_mij=gains, share_mij=shares)
 
 
-def _reference(tables: Tables, settings: SchedulerConfig) -> Reference:
+def _make_reference(tables: Tables, settings: SchedulerConfig) -> Reference:
     """Return the latency and the micro-batches of a plain plan at equal bandwidth."""
-    rows = _plain_rows(tables, settings)
+    rows = _make_plain_rows(tables, settings)
     chain = make_chain(tables, rows, settings)
-    times = equal_shares(chain, tables.snapshot.radio.bandwidth_hz).times
+    times = share_equally(chain, tables.snapshot.radio.bandwidth_hz).times
     return Reference(
         latency_s=float(compute_latency_s(chain, times).max()),
         micro_batch_size=int(rows.micro_batch_size_r[0]),
@@ -146,7 +146,7 @@ def _reference(tables: Tables, settings: SchedulerConfig) -> Reference:
     )
 
 
-def _plain_rows(tables: Tables, settings: SchedulerConfig) -> Layouts:
+def _make_plain_rows(tables: Tables, settings: SchedulerConfig) -> Layouts:
     """Blocks by speed over up to three devices; where that fits nowhere, by memory over all.
 
     All clusters have the same batch, the one nearest to the middle of the grid that fits. Where
@@ -158,7 +158,7 @@ def _plain_rows(tables: Tables, settings: SchedulerConfig) -> Layouts:
     memory = np.where(members.present_mi, members.memory_mi, 0.0)[:, 1:]
     most = min(tables.num_blocks, speed.shape[1])
     for weights, depths in ((speed, range(few, few + 1)), (memory, range(few, most + 1))):
-        for batch in middle_first(settings):
+        for batch in sort_by_middle(settings):
             rows = rows_by_weight(tables, clusters, weights, few, batch)
             for depth in depths:
                 wider = rows_by_weight(tables, clusters, weights, depth, batch)
@@ -169,7 +169,7 @@ def _plain_rows(tables: Tables, settings: SchedulerConfig) -> Layouts:
     return rows
 
 
-def middle_first(settings: SchedulerConfig) -> list[tuple[int, int]]:
+def sort_by_middle(settings: SchedulerConfig) -> list[tuple[int, int]]:
     """Sort the grid by distance from its middle, smaller batches first among equals."""
     sizes, counts = sorted(settings.micro_batch_sizes), sorted(settings.micro_batches)
 
@@ -181,7 +181,7 @@ def middle_first(settings: SchedulerConfig) -> list[tuple[int, int]]:
     return sorted(settings.batches, key=distance)
 
 
-def known_budgets(before: Nested, snapshot: Snapshot) -> dict[str, dict[str, float]]:
+def collect_budgets(before: Nested, snapshot: Snapshot) -> dict[str, dict[str, float]]:
     """Energy budgets by cluster and device: those known ``before``, under the snapshot's.
 
     A device that is away for some rounds keeps its queue and its account that way.
@@ -190,62 +190,64 @@ def known_budgets(before: Nested, snapshot: Snapshot) -> dict[str, dict[str, flo
     return {c: {**before.get(c, {}), **fresh.get(c, {})} for c in {**before, **fresh}}
 
 
-def learning_in(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Learning:
+def price_learning(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Learning:
     """Progress by today's estimates; none where only the length of a round counts."""
     if not settings.bound:
-        return learning_for(tables, None, reference_of(state))
+        return make_learning(tables, None, require_reference(state))
     if settings.progress == NOISE_SCALE:
-        return learning_for(tables, estimate_noise_scale(state.learning), reference_of(state))
+        return make_learning(tables, estimate_noise_scale(state.learning), require_reference(state))
     constants = estimate_constants(state.learning, settings.learning_rate)
-    return learning_for(tables, constants, reference_of(state))
+    return make_learning(tables, constants, require_reference(state))
 
 
-def planner_for(
+def make_solver(
     tables: Tables, state: SchedulerState, settings: SchedulerConfig, share: float = 1.0
 ) -> PlanSolver:
     """Build the round's problem: V over the reference latency, and queues over squared budgets."""
-    chosen = replace(settings, penalty_weight=weight_of(state, settings))
+    chosen = replace(settings, penalty_weight=choose_weight(state, settings))
     return PlanSolver(
         tables=tables,
         settings=chosen,
-        learning=learning_in(tables, state, settings),
-        latency_price=chosen.penalty_weight / (reference_of(state).latency_s * share),
-        price_mi=energy_prices(tables, state, chosen),
+        learning=price_learning(tables, state, settings),
+        latency_price=chosen.penalty_weight / (require_reference(state).latency_s * share),
+        price_mi=price_energy(tables, state, chosen),
         room_mi=np.full_like(tables.members.budget_mi, np.inf),
     )
 
 
-def weight_of(state: SchedulerState, settings: SchedulerConfig) -> float:
+def choose_weight(state: SchedulerState, settings: SchedulerConfig) -> float:
     """V: the user's, or what the first plan found."""
     return settings.penalty_weight or state.weight or USUAL_WEIGHT
 
 
-def energy_prices(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Array:
+def price_energy(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Array:
     """Objective per joule: ``Q / budget^2``, plus a little so that nothing is wasted."""
-    members, reference = tables.members, reference_of(state)
-    queue = member_table(tables, state.energy_queue_j) + member_table(tables, state.placeholder_j)
+    members, reference = tables.members, require_reference(state)
+    queue = tabulate_members(tables, state.energy_queue_j) + tabulate_members(
+        tables, state.placeholder_j
+    )
     finite = np.isfinite(members.budget_mi)
     budget = np.where(finite, members.budget_mi, 1.0)
     busy_w = members.energy_per_flop_mi * members.speed_mi + members.power_max_mi
-    least = THRIFT * weight_of(state, settings) / (busy_w * reference.latency_s)
+    least = THRIFT * choose_weight(state, settings) / (busy_w * reference.latency_s)
     least /= max(int(members.present_mi.sum()), 1)
     return np.where(finite, queue / budget**2, 0.0) + least
 
 
-def energy_room(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Array:
+def compute_energy_room(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Array:
     """Joules that devices may spend in this round, (M, I): their account and their budget.
 
     Infinite without a budget, and for control units, which must work whatever it takes.
     """
-    opened = opened_accounts(known_budgets({}, tables.snapshot), state.rounds, settings)
+    opened = open_accounts(collect_budgets({}, tables.snapshot), state.rounds, settings)
     known = {c: accounts | dict(state.account_j.get(c, {})) for c, accounts in opened.items()}
-    share = settings.aimed(state.rounds + 1)
-    room = share * tables.members.budget_mi + member_table(tables, known)
+    share = settings.aim_share(state.rounds + 1)
+    room = share * tables.members.budget_mi + tabulate_members(tables, known)
     room[:, 0] = np.inf
     return room
 
 
-def member_table(tables: Tables, values: Nested) -> Array:
+def tabulate_members(tables: Tables, values: Nested) -> Array:
     """Values by cluster and device as (M, I), 0 where none is known."""
     table = np.zeros_like(tables.members.speed_mi)
     for m, cluster in enumerate(tables.snapshot.clusters):
@@ -256,7 +258,7 @@ def member_table(tables: Tables, values: Nested) -> Array:
     return table
 
 
-def by_name(tables: Tables, values_mi: Array) -> dict[str, dict[str, float]]:
+def name_values(tables: Tables, values_mi: Array) -> dict[str, dict[str, float]]:
     """Values above 0 of (M, I) by cluster and device."""
     return {
         cluster.profile.cluster_id: {
@@ -268,14 +270,16 @@ def by_name(tables: Tables, values_mi: Array) -> dict[str, dict[str, float]]:
     }
 
 
-def solution_plan(solution: Solution, policy: str, share: float) -> Plan:
+def make_plan(solution: Solution, policy: str, share: float) -> Plan:
     """Convert a solution to a `Plan` with device names."""
     chain = solution.chain
     depths, step_s = schedule_rows(chain, solution.allocation.times, solution.priced)
     priced = price_clusters(
         chain, solution.priced.energy_j, solution.allocation.times, depths, step_s
     )
-    clusters = tuple(_cluster_plan(solution, m, each, depths[m]) for m, each in enumerate(priced))
+    clusters = tuple(
+        _make_cluster_plan(solution, m, each, depths[m]) for m, each in enumerate(priced)
+    )
     return Plan(
         round_index=chain.tables.snapshot.round_index,
         policy=policy,
@@ -285,7 +289,9 @@ def solution_plan(solution: Solution, policy: str, share: float) -> Plan:
     )
 
 
-def _cluster_plan(solution: Solution, m: int, priced: PricedCluster, depths: Depths) -> ClusterPlan:
+def _make_cluster_plan(
+    solution: Solution, m: int, priced: PricedCluster, depths: Depths
+) -> ClusterPlan:
     rows, chain = solution.rows, solution.chain
     names = list_stage_names(chain.tables, rows, m)
     forward, backward = solution.powers[m, :, 0].tolist(), solution.powers[m, :, 1].tolist()

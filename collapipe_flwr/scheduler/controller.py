@@ -39,15 +39,15 @@ from collapipe_flwr.costs.measured import explain_latency_s
 from collapipe_flwr.costs.price import price, set_planned_rates
 from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.costs.work import PricingOptions
-from collapipe_flwr.scheduler.edges import edges_in, on_edges
-from collapipe_flwr.scheduler.estimates import expected_s
+from collapipe_flwr.scheduler.edges import choose_edges, map_edges
+from collapipe_flwr.scheduler.estimates import expect_s
 from collapipe_flwr.scheduler.link_estimates import (
     LinkEstimates,
-    links_begun,
-    links_learned,
-    with_links,
+    apply_links,
+    begin_links,
+    learn_links,
 )
-from collapipe_flwr.scheduler.outcomes import link_samples, measured_outcome, simulated_cluster
+from collapipe_flwr.scheduler.outcomes import measure_outcome, sample_links, simulate_cluster
 from collapipe_flwr.scheduler.plans import check_privacy
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState
 
@@ -76,7 +76,7 @@ class Absence:
     absent: dict[str, tuple[str, ...]] = field(default_factory=dict)
     quarantines: dict[str, dict[str, Quarantine]] = field(default_factory=dict)
 
-    def devices(self, server_round: int) -> dict[str, tuple[str, ...]]:
+    def list_devices(self, server_round: int) -> dict[str, tuple[str, ...]]:
         """List the devices that are left out of a round, by cluster."""
         found = dict(self.absent)
         for name, quarantines in self.quarantines.items():
@@ -129,16 +129,16 @@ class Absence:
                     self.quarantines[name][device_id] = replace(quarantine, until=0)
 
 
-def without_absent(snapshot: Snapshot, absent: Absent) -> Snapshot:
+def drop_absent(snapshot: Snapshot, absent: Absent) -> Snapshot:
     """Remove absent devices, and clusters that have no device left, from the snapshot.
 
     Absent edges are removed too, where a cluster has another.
     """
-    left = [_without(c, absent.get(c.profile.cluster_id, ())) for c in snapshot.clusters]
+    left = [_drop_missing(c, absent.get(c.profile.cluster_id, ())) for c in snapshot.clusters]
     return replace(snapshot, clusters=tuple(c for c in left if c.profile.can_train))
 
 
-def _without(cluster: ClusterSnapshot, missing: Collection[str]) -> ClusterSnapshot:
+def _drop_missing(cluster: ClusterSnapshot, missing: Collection[str]) -> ClusterSnapshot:
     profile = cluster.profile
     edges = [e for e in profile.edges if not {e.id, e.device_id}.intersection(missing)]
     if edges and len(edges) < len(profile.edges):
@@ -206,26 +206,28 @@ class RoundController:
         if self._before is not None and self._before[0] == snapshot.round_index:
             self._remember(self._before[1])
         self._before = (snapshot.round_index, self.memory.state)
-        described = self._with_examples(snapshot)
+        described = self._set_examples(snapshot)
         known = self.memory.state
-        links = links_begun({} if known is None else known.links, described)
-        snapshot = with_links(described, links)
+        links = begin_links({} if known is None else known.links, described)
+        snapshot = apply_links(described, links)
         plan = self._plan_present(snapshot, links)
-        profiles = _profiles(snapshot)
+        profiles = _index_profiles(snapshot)
         for each in plan.clusters:  # whatever the policy
             check_privacy(each, profiles[each.cluster_id])
-        return set_planned_rates(plan, on_edges(snapshot, edges_in(plan), links))
+        return set_planned_rates(plan, choose_edges(snapshot, map_edges(plan), links))
 
     def _plan_present(self, snapshot: Snapshot, links: LinkEstimates) -> Plan:
         """Plan without absent devices, and without the clusters that cannot be planned then."""
         absence, known = self.memory.absence, self.memory.state
-        missing = absence.devices(snapshot.round_index)
-        out = {name: devices for name, devices in missing.items() if name in _profiles(snapshot)}
-        there = without_absent(snapshot, out)
+        missing = absence.list_devices(snapshot.round_index)
+        out = {
+            name: devices for name, devices in missing.items() if name in _index_profiles(snapshot)
+        }
+        there = drop_absent(snapshot, out)
         if snapshot.clusters and not there.clusters:
             absence.lift(out)
             raise DevicesMissing("no device is reachable; restart one")
-        gone = _profiles(snapshot).keys() - _profiles(there).keys()
+        gone = _index_profiles(snapshot).keys() - _index_profiles(there).keys()
         left_out = dict.fromkeys(sorted(gone), "none of its devices is reachable")
         while True:
             state = self._scheduler.init(there) if known is None else known
@@ -293,20 +295,20 @@ class RoundController:
         agree. The round did not wait for clusters that are ``late``: their plans are older.
         """
         measured, self._before = measured or {}, None
-        edges = edges_in(done)
-        for name, profile in _profiles(snapshot).items():
+        edges = map_edges(done)
+        for name, profile in _index_profiles(snapshot).items():
             if name in measured:
-                told = _of_members(measured[name], profile)
+                told = _drop_strangers(measured[name], profile)
                 self.memory.absence.learn(snapshot.round_index, name, told, edges.get(name, ""))
-        found = _examples_trained(done, measured, self._with_examples(snapshot))
+        found = _count_examples(done, measured, self._set_examples(snapshot))
         examples = {**self.memory.examples, **found}
         self.memory = replace(self.memory, examples=examples)
-        seen = self._as_planned(snapshot, done, self.state.links)
-        true = seen if truth is snapshot else self._as_planned(truth, done, self.state.links)
-        known, real = _profiles(seen), _profiles(true)
+        seen = self._apply_knowledge(snapshot, done, self.state.links)
+        true = seen if truth is snapshot else self._apply_knowledge(truth, done, self.state.links)
+        known, real = _index_profiles(seen), _index_profiles(true)
         priced = price(done, true, self._options).clusters
         clusters = tuple(
-            self._with_expected(
+            self._add_expected(
                 self._simulate(part, cost, measured.get(name), real[name], seen, true)
                 if name not in measured or not known[name].real_links
                 else self._measure(part, cost, measured[name], known[name], seen)
@@ -335,7 +337,7 @@ class RoundController:
         truth: Snapshot,
     ) -> ClusterOutcome:
         """Compute the outcome of a described cluster, which has a loss if it trained."""
-        found = simulated_cluster(plan, priced, profile, truth, seen, self._options)
+        found = simulate_cluster(plan, priced, profile, truth, seen, self._options)
         if measured is None:
             return found
         return replace(found, loss=measured.loss, gradient_noise=measured.gradient_noise)
@@ -349,23 +351,21 @@ class RoundController:
         seen: Snapshot,
     ) -> ClusterOutcome:
         """Compute the outcome of a cluster of machines."""
-        links = tuple(link_samples(plan, measured, paced=self._paced))
-        return measured_outcome(
-            plan, priced, measured, profile, seen.model_of(profile), links=links
-        )
+        links = tuple(sample_links(plan, measured, paced=self._paced))
+        return measure_outcome(plan, priced, measured, profile, seen.model_of(profile), links=links)
 
-    def _with_expected(self, found: ClusterOutcome) -> ClusterOutcome:
+    def _add_expected(self, found: ClusterOutcome) -> ClusterOutcome:
         """Add the stage times that the scheduler expected."""
         beliefs, name = self.state.beliefs, found.cluster_id
-        stages = (replace(s, expected_s=expected_s(beliefs, name, s)) for s in found.stages)
+        stages = (replace(s, expected_s=expect_s(beliefs, name, s)) for s in found.stages)
         return replace(found, stages=tuple(stages))
 
     def _explain(self, plan: Plan, outcome: RoundOutcome, snapshot: Snapshot) -> RoundOutcome:
         """Add the round times that the measured stages and links explain."""
         if not any(found.measured and found.stages for found in outcome.clusters):
             return outcome
-        links = links_learned(self.state.links, outcome)
-        shown = self._as_planned(snapshot, plan, links)
+        links = learn_links(self.state.links, outcome)
+        shown = self._apply_knowledge(snapshot, plan, links)
         clusters = (
             replace(found, explained_s=explain_latency_s(part, found.stages, shown, self._options))
             if found.measured and found.stages
@@ -374,15 +374,15 @@ class RoundController:
         )
         return replace(outcome, clusters=tuple(clusters))
 
-    def _as_planned(self, snapshot: Snapshot, plan: Plan, links: LinkEstimates) -> Snapshot:
+    def _apply_knowledge(self, snapshot: Snapshot, plan: Plan, links: LinkEstimates) -> Snapshot:
         """Return the snapshot with what is known of it, and every cluster on its planned edge."""
-        known = with_links(self._with_examples(snapshot), links)
-        return on_edges(known, edges_in(plan), links)
+        known = apply_links(self._set_examples(snapshot), links)
+        return choose_edges(known, map_edges(plan), links)
 
-    def _with_examples(self, snapshot: Snapshot) -> Snapshot:
+    def _set_examples(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with the numbers of examples that machines really train on."""
         known = self.memory.examples
-        if not known.keys() & _profiles(snapshot).keys():
+        if not known.keys() & _index_profiles(snapshot).keys():
             return snapshot
 
         def counted(cluster: ClusterSnapshot) -> ClusterSnapshot:
@@ -396,11 +396,11 @@ class RoundController:
         self.memory = replace(self.memory, state=state)
 
 
-def _profiles(snapshot: Snapshot) -> dict[str, ClusterProfile]:
+def _index_profiles(snapshot: Snapshot) -> dict[str, ClusterProfile]:
     return {cluster.profile.cluster_id: cluster.profile for cluster in snapshot.clusters}
 
 
-def _of_members(measured: ClusterMeasurement, profile: ClusterProfile) -> ClusterMeasurement:
+def _drop_strangers(measured: ClusterMeasurement, profile: ClusterProfile) -> ClusterMeasurement:
     """Drop devices that the cluster does not have from the measurement: they would pile up."""
     known = {d.device_id for d in profile.devices} | {edge.id for edge in profile.edges}
     return replace(
@@ -410,9 +410,9 @@ def _of_members(measured: ClusterMeasurement, profile: ClusterProfile) -> Cluste
     )
 
 
-def _examples_trained(done: Plan, measured: Measured, snapshot: Snapshot) -> dict[str, int]:
+def _count_examples(done: Plan, measured: Measured, snapshot: Snapshot) -> dict[str, int]:
     """Count the examples of machines that took other steps than planned (a user's loader)."""
-    profiles, found = _profiles(snapshot), {}
+    profiles, found = _index_profiles(snapshot), {}
     for part in done.clusters:
         told = measured.get(part.cluster_id)
         reports = (told.reports[0], told.edge) if told and told.reports else ()

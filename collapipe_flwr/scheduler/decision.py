@@ -33,11 +33,11 @@ from collapipe_flwr.costs.chain import price_rows
 from collapipe_flwr.costs.convergence import compute_join_weight, sum_late_bound
 from collapipe_flwr.costs.layouts import gather_members, set_codecs
 from collapipe_flwr.costs.radio import NOISE, SHARES, rank_codecs
-from collapipe_flwr.scheduler.base import solution_plan
-from collapipe_flwr.scheduler.model_share import with_model_shares
+from collapipe_flwr.scheduler.base import make_plan
+from collapipe_flwr.scheduler.model_share import set_model_shares
 from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.problem import NEVER
-from collapipe_flwr.scheduler.replicating import with_replicas
+from collapipe_flwr.scheduler.replicating import add_replicas
 
 MARGIN = 0.02  # what finer codecs may cost
 SPARED = 0.005  # of the time to the target, from which on a finer codec opens
@@ -54,7 +54,7 @@ def refine_codecs(planner: PlanSolver, coarse: Solution) -> Solution:
         return coarse
     tables = set_codecs(planner.tables, coarse.rows, codec)
     finer = replace(planner, tables=tables)
-    return finer.play(finer.stayed(coarse.rows, coarse.allocation.edge_hz_r))
+    return finer.play(finer.stay(coarse.rows, coarse.allocation.edge_hz_r))
 
 
 class Lifting:
@@ -68,7 +68,7 @@ class Lifting:
         free = np.array([not c.profile.link_codec for c in planner.tables.snapshot.clusters])
         self.movable = free[:, None] & coarse.chain.hops.used
         self.opening = self._open()
-        latency, worth = self.priced(self.opening)
+        latency, worth = self.price(self.opening)
         self._most_worth = worth + MARGIN * coarse.objective / len(coarse.rows)
         self._most_s = (1.0 + MARGIN) * latency.max() * (1.0 + TINY)
 
@@ -79,17 +79,17 @@ class Lifting:
         for finer in reversed(self.steps[:-1]):
             trial = np.where(self.movable, finer, codec)
             now, then = (
-                self._noise(each) * np.maximum(self.priced(each)[0], round_s)
+                self._compute_noise(each) * np.maximum(self.price(each)[0], round_s)
                 for each in (codec, trial)
             )
             codec = np.where((then < (1.0 - SPARED) * now)[:, None], trial, codec)
         return codec
 
-    def _noise(self, codec_rh: Ints) -> Array:
+    def _compute_noise(self, codec_rh: Ints) -> Array:
         """Return by how much errors multiply the rounds to the target, (R,)."""
         return np.asarray(1.0 + 2.0 * (NOISE[codec_rh] * self.coarse.chain.hops.used).sum(-1))
 
-    def priced(self, codec_rh: Ints) -> tuple[Array, Array]:
+    def price(self, codec_rh: Ints) -> tuple[Array, Array]:
         """Compute time and priced energy of every cluster, (R,), at its powers and bandwidth.
 
         An axis more in front of ``codec_rh`` holds several choices of codecs.
@@ -100,9 +100,9 @@ class Lifting:
         prices = price_rows(coarse.chain, times, coarse.powers)
         return prices.latency_s + self._played_s, (self._prices * prices.energy_j).sum(-1)
 
-    def allowed(self, codec_rh: Ints) -> Mask:
-        """Return which clusters keep both margins, in the shape of `priced`."""
-        latency, worth = self.priced(codec_rh)
+    def find_allowed(self, codec_rh: Ints) -> Mask:
+        """Return which clusters keep both margins, in the shape of `price`."""
+        latency, worth = self.price(codec_rh)
         return np.asarray((latency <= self._most_s) & (worth <= self._most_worth))
 
 
@@ -122,7 +122,7 @@ def lift_codecs(lifting: Lifting) -> Ints:
         trials[every, :, every] = fine.T
         gained = NOISE[codec] - NOISE[fine]
         spent = hops.bits * (SHARES[fine] - SHARES[codec])
-        good = movable & lifting.allowed(trials).T
+        good = movable & lifting.find_allowed(trials).T
         value = np.where(good, gained / np.maximum(spent, 1.0), 0.0)
         rows = np.flatnonzero(value.max(1) > 0.0)
         if not len(rows):
@@ -143,18 +143,18 @@ class Decision:
     def plan(self, policy: str) -> Plan:
         """Convert to a `Plan`, with codecs no coarser than they must be."""
         refined_solution = refine_codecs(self.planner, self.solution)
-        plan = solution_plan(refined_solution, policy, self.share)
+        plan = make_plan(refined_solution, policy, self.share)
         if self.planner.settings.replicas:
-            plan = with_replicas(plan, self.planner, refined_solution.rho)
+            plan = add_replicas(plan, self.planner, refined_solution.rho)
         tables, settings = self.planner.tables, self.planner.settings
-        return with_model_shares(plan, self.model_share_m, tables, settings)
+        return set_model_shares(plan, self.model_share_m, tables, settings)
 
 
 Decide = Callable[[Snapshot, float], Decision]
 """The best plan for some clusters, where a second counts 1 / share of one of the round."""
 
 
-def closing_s(latency_m: Array, slack: float) -> float:
+def compute_closing_s(latency_m: Array, slack: float) -> float:
     """Return when a round closes, as `RoundDeadline` does."""
     median = np.sort(latency_m)[(len(latency_m) - 1) // 2]
     return float(min(latency_m.max(), slack * median))
@@ -162,7 +162,7 @@ def closing_s(latency_m: Array, slack: float) -> float:
 
 def count_rounds_late(latency_m: Array, slack: float) -> Ints:
     """Count the rounds by which each cluster is late."""
-    ratio = latency_m / closing_s(latency_m, slack)
+    ratio = latency_m / compute_closing_s(latency_m, slack)
     return np.asarray(np.maximum(np.ceil(ratio * (1.0 - 1e-9)) - 1, 0), dtype=np.int64)
 
 
@@ -200,9 +200,13 @@ class EarlyClosing:
         """Time to the target, and the energy that a round costs on average."""
         waits = count_rounds_late(self.latency_m, self.slack)
         late = np.split(waits, np.cumsum([len(p.solution.rows) for p in self.parts])[:-1])
-        time = self.whole.planner.latency_price * self.rho * closing_s(self.latency_m, self.slack)
+        time = (
+            self.whole.planner.latency_price
+            * self.rho
+            * compute_closing_s(self.latency_m, self.slack)
+        )
         pairs = zip(self.parts, late, strict=True)
-        return time + sum(float((_energy_m(part) / (1.0 + s)).sum()) for part, s in pairs)
+        return time + sum(float((_price_energy(part) / (1.0 + s)).sum()) for part, s in pairs)
 
     def plan(self, policy: str) -> Plan:
         """Convert to a `Plan`, with clusters in the order of the snapshot."""
@@ -211,11 +215,11 @@ class EarlyClosing:
         order = [c.profile.cluster_id for c in self.whole.planner.tables.snapshot.clusters]
         clusters = tuple(by_id[name] for name in order)
         latency_m = np.array([cluster.latency_s for cluster in clusters])
-        seconds = closing_s(latency_m, self.slack)
+        seconds = compute_closing_s(latency_m, self.slack)
         return replace(plans[0], clusters=clusters, latency_s=seconds, rho=self.rho)
 
 
-def closing_early(whole: Decision, decide: Decide, slack: float) -> EarlyClosing:
+def close_early(whole: Decision, decide: Decide, slack: float) -> EarlyClosing:
     """Choose the better of ``whole`` and rounds that wait for fewer clusters."""
     snapshot = whole.planner.tables.snapshot
     best = EarlyClosing(whole=whole, parts=(whole,), slack=slack)
@@ -264,6 +268,6 @@ def _count_examples(clusters: Sequence[ClusterSnapshot]) -> int:
     return sum(cluster.profile.examples for cluster in clusters)
 
 
-def _energy_m(decision: Decision) -> Array:
+def _price_energy(decision: Decision) -> Array:
     """Return the part of the objective besides the round's latency, by cluster."""
-    return decision.planner.worth(decision.solution.chain, decision.solution.priced)
+    return decision.planner.price_energy(decision.solution.chain, decision.solution.priced)

@@ -16,31 +16,31 @@ from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.layouts import Layouts, gather_members, make_plan_rows
 from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
-from collapipe_flwr.scheduler.accounts import settled_placeholders
+from collapipe_flwr.scheduler.accounts import settle_placeholders
 from collapipe_flwr.scheduler.base import (
     Policy,
-    by_name,
-    energy_prices,
-    energy_room,
-    known_budgets,
-    member_table,
-    planner_for,
-    solution_plan,
-    weight_of,
+    choose_weight,
+    collect_budgets,
+    compute_energy_room,
+    make_plan,
+    make_solver,
+    name_values,
+    price_energy,
+    tabulate_members,
 )
-from collapipe_flwr.scheduler.decision import Decision, closing_early
+from collapipe_flwr.scheduler.decision import Decision, close_early
 from collapipe_flwr.scheduler.edges import EdgeChoice
-from collapipe_flwr.scheduler.estimates import with_profiles
-from collapipe_flwr.scheduler.gain_estimates import robust, with_averages, with_forecast
-from collapipe_flwr.scheduler.model_share import capped, least_shares, widened
-from collapipe_flwr.scheduler.multipliers import Dual, unlearned_weight, weight_for
+from collapipe_flwr.scheduler.estimates import estimate_profiles
+from collapipe_flwr.scheduler.gain_estimates import average_gains, forecast_round, make_robust
+from collapipe_flwr.scheduler.model_share import cap_shares, find_least_shares, widen_caps
+from collapipe_flwr.scheduler.multipliers import Dual, derive_weight, guess_weight
 from collapipe_flwr.scheduler.planner import PlanSolver, Solution
-from collapipe_flwr.scheduler.plans import strangers
+from collapipe_flwr.scheduler.plans import list_strangers
 from collapipe_flwr.scheduler.protocol import (
     Nested,
     SchedulerConfig,
     SchedulerState,
-    reference_of,
+    require_reference,
 )
 
 RADIO_SPARE = 0.05  # of transmissions' energy: another plan may need a little more
@@ -60,31 +60,31 @@ class Dssda(Policy):
         """Plan one round; an unusable snapshot repeats the last plan and says so in it."""
         if not any(cluster.profile.other_edges for cluster in snapshot.clusters):
             return self._step(state, snapshot)
-        return EdgeChoice(snapshot, state, self.settings, self._step).choose(self._cost)
+        return EdgeChoice(snapshot, state, self.settings, self._step).choose(self._price_plan)
 
-    def _cost(self, plan: Plan, snapshot: Snapshot, state: SchedulerState) -> float:
+    def _price_plan(self, plan: Plan, snapshot: Snapshot, state: SchedulerState) -> float:
         """Return the objective of a plan for ``snapshot``."""
-        tables, reference = tabulate(snapshot), reference_of(state)
-        spent_j = member_table(tables, {c.cluster_id: c.energy_j for c in plan.clusters})
-        late = weight_of(state, self.settings) * plan.rho * plan.latency_s / reference.latency_s
-        worth = float((energy_prices(tables, state, self.settings) * spent_j).sum())
-        return late + worth + heads_worth(plan, snapshot, state)
+        tables, reference = tabulate(snapshot), require_reference(state)
+        spent_j = tabulate_members(tables, {c.cluster_id: c.energy_j for c in plan.clusters})
+        late = choose_weight(state, self.settings) * plan.rho * plan.latency_s / reference.latency_s
+        worth = float((price_energy(tables, state, self.settings) * spent_j).sum())
+        return late + worth + price_heads(plan, snapshot, state)
 
     def _step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """`step` where every cluster has one edge."""
-        seen, profiles = with_profiles(snapshot, state.beliefs, self.settings.profile_memory)
+        seen, profiles = estimate_profiles(snapshot, state.beliefs, self.settings.profile_memory)
         gains = state.doubt
         try:
-            gains = with_averages(gains, seen)
-            believed = robust(gains, seen)
+            gains = average_gains(gains, seen)
+            believed = make_robust(gains, seen)
             if not state.weight:
-                state = self._started(state, believed)
+                state = self._start(state, believed)
             plan = self._plan(state, believed)
         except (ScheduleError, np.linalg.LinAlgError) as error:
-            plan = repeated(state, snapshot, error)
-        gains = with_forecast(gains, plan, seen, self.settings)
-        budgets = known_budgets(state.budget_j, snapshot)
-        spare = with_spare(state.spare_plan, plan, budgets, self.settings, snapshot)
+            plan = repeat_plan(state, snapshot, error)
+        gains = forecast_round(gains, plan, seen, self.settings)
+        budgets = collect_budgets(state.budget_j, snapshot)
+        spare = choose_spare(state.spare_plan, plan, budgets, self.settings, snapshot)
         return plan, replace(
             state,
             rounds=state.rounds + 1,
@@ -102,63 +102,63 @@ class Dssda(Policy):
             def decide(part: Snapshot, share: float) -> Decision:
                 return self._decide(state, part, share)
 
-            return closing_early(best, decide, self.settings.late_slack).plan(self.name)
+            return close_early(best, decide, self.settings.late_slack).plan(self.name)
         if self.settings.participation_floor < 1.0 and len(snapshot.clusters) > 1:
-            best = self._without_stragglers(state, snapshot, best)
+            best = self._drop_stragglers(state, snapshot, best)
         return best.plan(self.name)
 
-    def _started(self, state: SchedulerState, snapshot: Snapshot) -> SchedulerState:
+    def _start(self, state: SchedulerState, snapshot: Snapshot) -> SchedulerState:
         """V and place-holders of the queues, from the static dual of the first round."""
         settings = replace(self.settings, penalty_weight=1.0)
         tables = tabulate(snapshot, settings.coarsest)
-        tables = capped(tables, least_shares(tables, settings), settings)
-        dual, spare = Dual(planner_for(tables, state, settings)), None
+        tables = cap_shares(tables, find_least_shares(tables, settings), settings)
+        dual, spare = Dual(make_solver(tables, state, settings)), None
         theta = np.zeros_like(tables.members.budget_mi)
         try:
             if dual.broken:
                 share = 1.0 - settings.budget_margin
-                limited = dual.at(theta, share * tables.members.budget_mi)
-                kept = within(limited, limited.solve())
-                theta, spare = dual.multipliers(kept), solution_plan(kept, self.name, 1.0)
+                limited = dual.make_solver(theta, share * tables.members.budget_mi)
+                kept = fit_accounts(limited, limited.solve())
+                theta, spare = dual.find_multipliers(kept), make_plan(kept, self.name, 1.0)
         except InfeasibleError:  # the round's own search widens the caps
             pass
-        usual = weight_for(theta) if dual.learns else unlearned_weight(int(dual.limited.sum()))
+        usual = derive_weight(theta) if dual.learns else guess_weight(int(dual.limited.sum()))
         weight = self.settings.penalty_weight or usual
         budget = np.where(theta > 0.0, tables.members.budget_mi, 0.0)
-        known = known_budgets(state.budget_j, snapshot)
+        known = collect_budgets(state.budget_j, snapshot)
         return replace(
             state,
             weight=weight,
-            placeholder_j=by_name(tables, weight * theta * budget),
-            spare_plan=spare and with_spare(None, spare, known, settings, snapshot),
+            placeholder_j=name_values(tables, weight * theta * budget),
+            spare_plan=spare and choose_spare(None, spare, known, settings, snapshot),
         )
 
-    def _room(self, tables: Tables, state: SchedulerState) -> Array:
+    def _compute_room(self, tables: Tables, state: SchedulerState) -> Array:
         """Joules that every device may spend in this round."""
-        return energy_room(tables, state, self.settings)
+        return compute_energy_room(tables, state, self.settings)
 
-    def _placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
+    def _settle_placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
         """Place-holders after a round."""
-        return settled_placeholders(state.placeholder_j, accounts_j, state.budget_j)
+        return settle_placeholders(state.placeholder_j, accounts_j, state.budget_j)
 
     def _decide(self, state: SchedulerState, snapshot: Snapshot, share: float) -> Decision:
         """Find the best plan in which exactly the clusters of ``snapshot`` take part."""
         tables = tabulate(snapshot, self.settings.coarsest)
-        caps = least_shares(tables, self.settings)
+        caps = find_least_shares(tables, self.settings)
         while True:
-            limited = capped(tables, caps, self.settings)
-            planner = planner_for(limited, state, self.settings, share)
-            planner = replace(planner, room_mi=self._room(limited, state))
+            limited = cap_shares(tables, caps, self.settings)
+            planner = make_solver(limited, state, self.settings, share)
+            planner = replace(planner, room_mi=self._compute_room(limited, state))
             try:
                 solution = self._settle(planner, state)
             except InfeasibleError:
                 if not np.isfinite(caps).any():
                     raise
-                caps = widened(caps)
+                caps = widen_caps(caps)
                 continue
             return Decision(planner=planner, solution=solution, share=share, model_share_m=caps)
 
-    def _without_stragglers(
+    def _drop_stragglers(
         self, state: SchedulerState, snapshot: Snapshot, best: Decision
     ) -> Decision:
         """Leave the slowest cluster out, and the next, while that is worth their absence.
@@ -174,7 +174,7 @@ class Dssda(Policy):
             share = sum(c.profile.examples for c in rest) / examples
             fewer = self._decide(state, replace(snapshot, clusters=rest), share)
             deficit += state.participation_queue.get(here[slowest].profile.cluster_id, 0.0)
-            cost = fewer.solution.objective + weight_of(state, self.settings) * deficit
+            cost = fewer.solution.objective + choose_weight(state, self.settings) * deficit
             if not cost < value:
                 break
             best, value = fewer, cost
@@ -183,20 +183,20 @@ class Dssda(Policy):
     def _settle(self, planner: PlanSolver, state: SchedulerState) -> Solution:
         """Return the new optimum, unless the segments in place are nearly as good."""
         last = state.last_plan
-        kept = kept_rows(planner.tables, last, self.settings)
+        kept = keep_rows(planner.tables, last, self.settings)
         if last is None or kept is None:
-            return within(planner, planner.solve())
-        stay = planner.stayed(kept, bandwidths_of(planner.tables, last))
-        left = with_radio(planner, stay)
-        stay = left.priced(stay.chain, stay.allocation, stay.rho)
-        spare = kept_rows(planner.tables, state.spare_plan, self.settings)
+            return fit_accounts(planner, planner.solve())
+        stay = planner.stay(kept, divide_band(planner.tables, last))
+        left = reserve_radio(planner, stay)
+        stay = left.price(stay.chain, stay.allocation, stay.rho)
+        spare = keep_rows(planner.tables, state.spare_plan, self.settings)
         solution = left.solve(stay, None if planner.few else spare)
         if not planner.few and not planner.hasty:
             # Over today's channels, what is in place may transmit far longer than another plan.
-            again = with_radio(planner, solution).solve(stay, spare)
+            again = reserve_radio(planner, solution).solve(stay, spare)
             solution = min(solution, again, key=lambda s: s.objective)
         if spare is not None and planner.few:
-            rival = left.radio(spare)
+            rival = left.optimize_radio(spare)
             quicker = rival.rho * rival.priced.latency_s.max()
             # The spare may overdraw an account in this round and still lead to a better plan.
             if quicker < solution.rho * solution.priced.latency_s.max() or (
@@ -205,10 +205,10 @@ class Dssda(Policy):
                 solution = min(solution, left.improve(rival), key=lambda s: s.objective)
         worth = stay.objective - solution.objective
         better = worth > self.settings.hysteresis * abs(stay.objective)
-        return within(planner, solution if better else stay)
+        return fit_accounts(planner, solution if better else stay)
 
 
-def heads_worth(plan: Plan, snapshot: Snapshot, state: SchedulerState) -> float:
+def price_heads(plan: Plan, snapshot: Snapshot, state: SchedulerState) -> float:
     """Price the energy of devices that are edges, ``Q / budget^2`` a joule as that of others."""
     total = 0.0
     for profile in (cluster.profile for cluster in snapshot.clusters):
@@ -220,13 +220,13 @@ def heads_worth(plan: Plan, snapshot: Snapshot, state: SchedulerState) -> float:
     return total
 
 
-def with_radio(planner: PlanSolver, solution: Solution) -> PlanSolver:
+def reserve_radio(planner: PlanSolver, solution: Solution) -> PlanSolver:
     """``planner`` in which computing leaves room for the transmissions of ``solution``."""
-    needed = (1.0 + RADIO_SPARE) * solution.radio_mi(planner.room_mi.shape)
+    needed = (1.0 + RADIO_SPARE) * solution.tabulate_radio(planner.room_mi.shape)
     return replace(planner, room_mi=planner.room_mi - needed)
 
 
-def within(planner: PlanSolver, solution: Solution) -> Solution:
+def fit_accounts(planner: PlanSolver, solution: Solution) -> Solution:
     """``solution``, improved with less room for computing while transmissions overdraw accounts.
 
     Many clusters leave no time for that: what is overdrawn by transmissions is paid back later.
@@ -237,19 +237,19 @@ def within(planner: PlanSolver, solution: Solution) -> Solution:
         room = gather_members(planner.room_mi, solution.rows, padding=np.inf)
         if (solution.priced.energy_j <= room).all():
             break
-        left = with_radio(planner, solution)
-        solution = left.improve(left.priced(solution.chain, solution.allocation, solution.rho))
+        left = reserve_radio(planner, solution)
+        solution = left.improve(left.price(solution.chain, solution.allocation, solution.rho))
     return solution
 
 
-def bandwidths_of(tables: Tables, last: Plan) -> Array:
+def divide_band(tables: Tables, last: Plan) -> Array:
     """Divide the band among today's clusters in proportion to ``last``, in hertz, (M,)."""
     hz = {plan.cluster_id: plan.bandwidth_hz for plan in last.clusters}
     hz_m = np.array([hz[c.profile.cluster_id] for c in tables.snapshot.clusters])
     return np.asarray(hz_m * (tables.snapshot.radio.bandwidth_hz / hz_m.sum()))
 
 
-def kept_rows(tables: Tables, last: Plan | None, settings: SchedulerConfig) -> Layouts | None:
+def keep_rows(tables: Tables, last: Plan | None, settings: SchedulerConfig) -> Layouts | None:
     """Return the layouts of ``last`` if they still fit today's clusters and grid, else None."""
     if last is None:
         return None
@@ -266,7 +266,7 @@ def kept_rows(tables: Tables, last: Plan | None, settings: SchedulerConfig) -> L
     return rows if fits(tables, rows, settings).all() else None
 
 
-def with_spare(
+def choose_spare(
     spare: Plan | None,
     plan: Plan,
     budgets_j: Nested,
@@ -281,7 +281,7 @@ def with_spare(
         return spare
     if spare is not None and spare.rho * spare.latency_s <= plan.rho * plan.latency_s:
         here = {c.cluster_id for c in plan.clusters}
-        if here <= {c.cluster_id for c in usable_plans(spare, snapshot)}:
+        if here <= {c.cluster_id for c in select_usable_plans(spare, snapshot)}:
             return spare
     share = 1.0 - settings.budget_margin
     kept = all(
@@ -293,7 +293,7 @@ def with_spare(
     return plan if kept else spare
 
 
-def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ...]:
+def select_usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ...]:
     """Return the cluster plans of ``last`` whose cluster and devices are connected, and trusted."""
     here = {c.profile.cluster_id: c.profile for c in snapshot.clusters}
 
@@ -303,18 +303,18 @@ def usable_plans(last: Plan | None, snapshot: Snapshot) -> tuple[ClusterPlan, ..
             return False
         names = {device.device_id for device in profile.devices}
         connected = names.issuperset(plan.device_ids) and plan.edge == profile.edge_id
-        return connected and not strangers(plan, profile)
+        return connected and not list_strangers(plan, profile)
 
     return () if last is None else tuple(c for c in last.clusters if stands(c))
 
 
-def repeated(state: SchedulerState, snapshot: Snapshot, error: Exception) -> Plan:
+def repeat_plan(state: SchedulerState, snapshot: Snapshot, error: Exception) -> Plan:
     """Repeat the last plan for the parties still here; else raise ``error`` as a ScheduleError.
 
     The error is also raised if it is of clusters that have no plan to repeat: the others can be
     planned without them.
     """
-    last, usable = state.last_plan, usable_plans(state.last_plan, snapshot)
+    last, usable = state.last_plan, select_usable_plans(state.last_plan, snapshot)
     named = set(error.clusters) if isinstance(error, InfeasibleError) else set[str]()
     if last is None or not usable or named - {plan.cluster_id for plan in usable}:
         if isinstance(error, ScheduleError):
@@ -335,13 +335,13 @@ def repair_late_clusters(planner: PlanSolver, solution: Solution) -> Solution:
     late = np.flatnonzero(best.priced.latency_s > MUCH_LATER * bound_s)
     if not len(late):
         return best
-    place = planner.in_place(best)
-    near = place.bound_rows(planner.fitting(planner.neighbours(best.rows.take(late))))
+    place = planner.make_incumbent(best)
+    near = place.bound_rows(planner.keep_fitting(planner.list_neighbours(best.rows.take(late))))
     dearer = near.costs.worth - place.costs.worth[near.near.cluster_r]
     in_time = near.costs.latency <= MUCH_LATER * bound_s
     near = near.take(np.flatnonzero(in_time & (dearer < WORTH_A_CHANGE * best.objective)))
     if not len(near.near):
         return best
     rows = place.play_rows(near.keep_first(TRIED).near, joint=True).combine()
-    trial = planner.play(planner.stayed(rows, best.allocation.edge_hz_r))
+    trial = planner.play(planner.stay(rows, best.allocation.edge_hz_r))
     return min(best, trial, key=lambda s: s.objective)

@@ -73,7 +73,7 @@ class LinkTable:
         ]
         self.quick = [way.points(1) for way in self._ways]
         room = (len(counts), noise_w.size)
-        self._seconds, self._worth = np.empty((2, *room)), np.empty((2, *room))
+        self._bound_seconds, self._worth = np.empty((2, *room)), np.empty((2, *room))
 
     def calm(self, which_r: Ints) -> list[Points]:
         """As if no link were a bottleneck, of rows with these numbers of micro-batches."""
@@ -82,9 +82,12 @@ class LinkTable:
                 count = int(self.counts[place])
                 for k, way in enumerate(self._ways):
                     found = self.quick[k] if count == 1 else way.points(count)
-                    self._seconds[k, place], self._worth[k, place] = found.seconds, found.worth
+                    self._bound_seconds[k, place], self._worth[k, place] = (
+                        found.seconds,
+                        found.worth,
+                    )
                 self._known[place] = True
-        seconds, worth = self._seconds.reshape(2, -1), self._worth.reshape(2, -1)
+        seconds, worth = self._bound_seconds.reshape(2, -1), self._worth.reshape(2, -1)
         return [Points(seconds[k], worth[k]) for k in (0, 1)]
 
 

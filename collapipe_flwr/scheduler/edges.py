@@ -1,4 +1,4 @@
-"""Edges: every cluster has one (`on_edges`), and may choose among several (`EdgeChoice`).
+"""Edges: every cluster has one (`choose_edges`), and may choose among several (`EdgeChoice`).
 
 A choice makes whole plans of few assignments and takes the best of them.
 
@@ -47,8 +47,8 @@ from collapipe_flwr.costs.chain import compute_full_power_times, compute_latency
 from collapipe_flwr.costs.layouts import make_plan_rows, select_clusters
 from collapipe_flwr.costs.tables import FEW_CLUSTERS, tabulate
 from collapipe_flwr.costs.work import fits
-from collapipe_flwr.scheduler.estimates import with_profiles
-from collapipe_flwr.scheduler.link_estimates import LinkEstimates, with_links
+from collapipe_flwr.scheduler.estimates import estimate_profiles
+from collapipe_flwr.scheduler.link_estimates import LinkEstimates, apply_links
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
 
@@ -85,7 +85,7 @@ class EdgeChoice:
         self, snapshot: Snapshot, state: SchedulerState, settings: SchedulerConfig, step: Step
     ) -> None:
         self._snapshot, self._state, self._settings, self._step = snapshot, state, settings, step
-        self._edges: list[tuple[EdgeProfile | None, ...]] = [
+        self._eliminate_edges: list[tuple[EdgeProfile | None, ...]] = [
             cluster.profile.edges or (None,) for cluster in snapshot.clusters
         ]
         self._trials: dict[Assignment, _Trial] = {}
@@ -94,22 +94,22 @@ class EdgeChoice:
     def choose(self, cost: Cost) -> tuple[Plan, SchedulerState]:
         """Choose the cheapest plan that is found; raise ScheduleError if there is none."""
         last = self._state.last_plan
-        before = self._edges_of(last)
+        before = self._find_edges(last)
         is_thorough = last is None or not self._state.rounds % THOROUGH
         wanted = [before]
         if is_thorough:
-            wanted.append((0,) * len(self._edges))
-            if math.prod(map(len, self._edges)) <= ALL_PLANNED:
-                wanted += product(*(range(len(edges)) for edges in self._edges))
+            wanted.append((0,) * len(self._eliminate_edges))
+            if math.prod(map(len, self._eliminate_edges)) <= ALL_PLANNED:
+                wanted += product(*(range(len(edges)) for edges in self._eliminate_edges))
         for assignment in wanted:
             self._try(assignment, cost)
-        for assignment in () if self._trials else self._other_starts():
+        for assignment in () if self._trials else self._propose_starts():
             self._try(assignment, cost)
         if not self._trials:
             raise self._refusals[before]
         for _ in range(MOST_PLANS if is_thorough else 1):
             now = min(self._trials, key=lambda each: self._trials[each].cost)
-            found = self._promising(now, 0.0 if is_thorough else PROMISING)
+            found = self._find_promising(now, 0.0 if is_thorough else PROMISING)
             if found in self._trials or found in self._refusals:
                 break
             self._try(found, cost)
@@ -119,11 +119,11 @@ class EdgeChoice:
         chosen = best if better else stay
         return chosen.plan, chosen.state
 
-    def _edges_of(self, plan: Plan | None) -> Assignment:
+    def _find_edges(self, plan: Plan | None) -> Assignment:
         """Return a plan's assignment, with the first edge for clusters that are not in the plan."""
-        known = edges_in(plan)
+        known = map_edges(plan)
         wanted = [known.get(c.profile.cluster_id) for c in self._snapshot.clusters]
-        ids = [[edge and edge.id for edge in edges] for edges in self._edges]
+        ids = [[edge and edge.id for edge in edges] for edges in self._eliminate_edges]
         return tuple(
             own.index(name) if name in own else 0 for own, name in zip(ids, wanted, strict=True)
         )
@@ -132,7 +132,7 @@ class EdgeChoice:
         """Plan the round with these edges, unless that was done."""
         if assignment in self._trials or assignment in self._refusals:
             return
-        snapshot = self._on(assignment)
+        snapshot = self._place(assignment)
         try:
             plan, after = self._step(self._state, snapshot)
         except ScheduleError as error:
@@ -145,53 +145,57 @@ class EdgeChoice:
         value = math.inf if plan.fallback else cost(plan, snapshot, self._state)
         self._trials[assignment] = _Trial(plan, after, value)
 
-    def _on(self, assignment: Assignment) -> Snapshot:
-        pairs = zip(self._snapshot.clusters, self._edges, assignment, strict=True)
+    def _place(self, assignment: Assignment) -> Snapshot:
+        pairs = zip(self._snapshot.clusters, self._eliminate_edges, assignment, strict=True)
         chosen = {c.profile.cluster_id: edge.id for c, edges, k in pairs if (edge := edges[k])}
-        return on_edges(self._snapshot, chosen, self._state.links)
+        return choose_edges(self._snapshot, chosen, self._state.links)
 
-    def _other_starts(self) -> Iterator[Assignment]:
+    def _propose_starts(self) -> Iterator[Assignment]:
         """All edges in turn, everybody's second edge, third, and so on, and the roomiest."""
-        yield tuple(m % len(edges) for m, edges in enumerate(self._edges))
-        for k in range(1, max(map(len, self._edges))):
-            yield tuple(min(k, len(edges) - 1) for edges in self._edges)
-        rooms = [[edge.memory_bytes if edge else 0 for edge in edges] for edges in self._edges]
+        yield tuple(m % len(edges) for m, edges in enumerate(self._eliminate_edges))
+        for k in range(1, max(map(len, self._eliminate_edges))):
+            yield tuple(min(k, len(edges) - 1) for edges in self._eliminate_edges)
+        rooms = [
+            [edge.memory_bytes if edge else 0 for edge in edges] for edges in self._eliminate_edges
+        ]
         yield tuple(room.index(max(room)) for room in rooms)
 
-    def _promising(self, now: Assignment, least_gain: float) -> Assignment:
+    def _find_promising(self, now: Assignment, least_gain: float) -> Assignment:
         """Return the assignment that seems quickest from ``now``; itself if none gains enough."""
         trial = self._trials[now]
         if trial.plan.fallback:
             return now
-        outlook = _Outlook(self._edges, self._seconds(trial.plan))
+        outlook = _Outlook(self._eliminate_edges, self._bound_seconds(trial.plan))
         alone = tuple(outlook.seconds_mkn[:, :, 0].argmin(1).tolist())
-        best = min(map(outlook.improved, (now, alone)), key=outlook.value)
-        gains = outlook.value(best) < (1.0 - least_gain) * outlook.value(now)
+        best = min(map(outlook.improve, (now, alone)), key=outlook.compute_value)
+        gains = outlook.compute_value(best) < (1.0 - least_gain) * outlook.compute_value(now)
         return best if gains else now
 
-    def _seconds(self, plan: Plan) -> Array:
+    def _bound_seconds(self, plan: Plan) -> Array:
         """T, (M, K, N); infinite where an edge has no room, and 0 of clusters without a plan."""
         named = {each.cluster_id: each for each in plan.clusters}
-        most = max(map(len, self._edges))
-        shape = (len(self._edges), most, len(SHARING))
+        most = max(map(len, self._eliminate_edges))
+        shape = (len(self._eliminate_edges), most, len(SHARING))
         seconds = np.full(shape, np.inf)
         for k in range(most):
-            seen = self._on(tuple(min(k, len(edges) - 1) for edges in self._edges))
-            seen, _ = with_profiles(seen, self._state.beliefs, self._settings.profile_memory)
-            moved = [self._moved(named.get(c.profile.cluster_id), c) for c in seen.clusters]
+            seen = self._place(tuple(min(k, len(edges) - 1) for edges in self._eliminate_edges))
+            seen, _ = estimate_profiles(seen, self._state.beliefs, self._settings.profile_memory)
+            moved = [self._replan_moved(named.get(c.profile.cluster_id), c) for c in seen.clusters]
             here = np.array([m for m, each in enumerate(moved) if each is not None], np.int64)
             if not len(here):
                 continue
             plans = [each for each in moved if each is not None]
-            counts = SHARING[: 1 + int(_at(len(self._edges)))]
-            seconds[here, k, : len(counts)] = self._bounds_s(seen, plans, counts)
-        for m, edges in enumerate(self._edges):
+            counts = SHARING[: 1 + int(_find_place(len(self._eliminate_edges)))]
+            seconds[here, k, : len(counts)] = self._bound_rounds_s(seen, plans, counts)
+        for m, edges in enumerate(self._eliminate_edges):
             seconds[m, len(edges) :] = np.inf
             if self._snapshot.clusters[m].profile.cluster_id not in named:
                 seconds[m] = 0.0
         return seconds
 
-    def _moved(self, plan: ClusterPlan | None, cluster: ClusterSnapshot) -> ClusterPlan | None:
+    def _replan_moved(
+        self, plan: ClusterPlan | None, cluster: ClusterSnapshot
+    ) -> ClusterPlan | None:
         """Replan without a device that is the edge now; return None where that leaves no plan."""
         if plan is None:
             return None
@@ -208,7 +212,7 @@ class EdgeChoice:
         except InfeasibleError:
             return None
 
-    def _bounds_s(
+    def _bound_rounds_s(
         self, seen: Snapshot, plans: Sequence[ClusterPlan], counts: Sequence[int]
     ) -> Array:
         """Seconds of every plan's round if so many clusters share its edge, (M, N)."""
@@ -240,7 +244,7 @@ class EdgeChoice:
         return np.stack(found, axis=1)
 
 
-def _at(sharing: int | Ints) -> Ints:
+def _find_place(sharing: int | Ints) -> Ints:
     """Return the place in `SHARING` of the first number that is no smaller."""
     return np.minimum(np.searchsorted(SHARING, sharing), len(SHARING) - 1)
 
@@ -259,28 +263,28 @@ class _Outlook:
         self._sizes = [len(own) for own in edges]
         self._every = np.arange(len(edges))
 
-    def _latency(self, assignment: Assignment) -> tuple[Array, Ints]:
+    def _look_up_latency(self, assignment: Assignment) -> tuple[Array, Ints]:
         """Seconds of every cluster, and its machine."""
         k = np.array(assignment)
         machine = self._machine_mk[self._every, k]
-        return self.seconds_mkn[self._every, k, _at(np.bincount(machine)[machine])], machine
+        return self.seconds_mkn[self._every, k, _find_place(np.bincount(machine)[machine])], machine
 
-    def value(self, assignment: Assignment) -> float:
+    def compute_value(self, assignment: Assignment) -> float:
         """Return the slowest cluster's seconds plus a part of the mean."""
-        latency, _ = self._latency(assignment)
+        latency, _ = self._look_up_latency(assignment)
         return float(latency.max() + SPREAD * latency.mean())
 
-    def improved(self, assignment: Assignment) -> Assignment:
+    def improve(self, assignment: Assignment) -> Assignment:
         """Move clusters one at a time while that helps."""
         for _ in range(MOST_MOVES):
-            best = min(self._moves(assignment), key=self.value, default=assignment)
-            if not self.value(best) < self.value(assignment):
+            best = min(self._propose_moves(assignment), key=self.compute_value, default=assignment)
+            if not self.compute_value(best) < self.compute_value(assignment):
                 break
             assignment = best
         return assignment
 
-    def _moves(self, assignment: Assignment) -> Iterator[Assignment]:
-        latency, machine = self._latency(assignment)
+    def _propose_moves(self, assignment: Assignment) -> Iterator[Assignment]:
+        latency, machine = self._look_up_latency(assignment)
         movable = self._every
         if len(movable) > FEW_CLUSTERS:  # then only those move whose edge the slowest one has
             movable = np.flatnonzero(machine == machine[latency.argmax()])
@@ -290,26 +294,28 @@ class _Outlook:
                     yield (*assignment[:m], k, *assignment[m + 1 :])
 
 
-def edges_in(plan: Plan | None) -> dict[str, str]:
+def map_edges(plan: Plan | None) -> dict[str, str]:
     """Map each cluster of a plan to its edge."""
     return {} if plan is None else {each.cluster_id: each.edge for each in plan.clusters}
 
 
-def on_edges(snapshot: Snapshot, chosen: Chosen, links: LinkEstimates) -> Snapshot:
+def choose_edges(snapshot: Snapshot, chosen: Chosen, links: LinkEstimates) -> Snapshot:
     """Give every cluster one edge: the chosen one, else its first.
 
     ``links`` are what is known of its links. The snapshot itself where nobody has a choice.
     """
     clusters = tuple(
-        _on_edge(c, chosen.get(c.profile.cluster_id), snapshot.model_of(c.profile))
+        _choose_edge(c, chosen.get(c.profile.cluster_id), snapshot.model_of(c.profile))
         for c in snapshot.clusters
     )
     if all(map(is_, clusters, snapshot.clusters)):
         return snapshot
-    return with_links(replace(snapshot, clusters=clusters), links)
+    return apply_links(replace(snapshot, clusters=clusters), links)
 
 
-def _on_edge(cluster: ClusterSnapshot, name: str | None, model: ModelProfile) -> ClusterSnapshot:
+def _choose_edge(
+    cluster: ClusterSnapshot, name: str | None, model: ModelProfile
+) -> ClusterSnapshot:
     """Return the cluster with one edge; a device that is the edge holds no blocks."""
     profile = cluster.profile
     if not profile.other_edges:
@@ -317,10 +323,10 @@ def _on_edge(cluster: ClusterSnapshot, name: str | None, model: ModelProfile) ->
     usable = [edge for edge in profile.edges if profile.has_devices_beside(edge)]
     edge = next((edge for edge in usable if edge.id == name), usable[0])
     one = cluster.with_edge(edge)
-    return replace(one, profile=with_divided_memory(one.profile, model))
+    return replace(one, profile=divide_memory(one.profile, model))
 
 
-def with_divided_memory(cluster: ClusterProfile, model: ModelProfile) -> ClusterProfile:
+def divide_memory(cluster: ClusterProfile, model: ModelProfile) -> ClusterProfile:
     """Divide the control unit's memory among its two parts, if it is the edge.
 
     Each gets the state of its part and half of what is left.

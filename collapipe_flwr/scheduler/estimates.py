@@ -86,7 +86,7 @@ class ProfileEstimates:
     block_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
-def with_profiles(
+def estimate_profiles(
     snapshot: Snapshot, estimates: ProfileEstimates, memory: float
 ) -> tuple[Snapshot, ProfileEstimates]:
     """Return the snapshot with estimated devices, and the estimates after it.
@@ -96,68 +96,68 @@ def with_profiles(
     """
     if memory <= 0.0:
         return snapshot, ProfileEstimates()
-    after = _with_claims(snapshot, estimates, memory)
-    clusters = tuple(_planned_cluster(cluster, after) for cluster in snapshot.clusters)
+    after = _note_claims(snapshot, estimates, memory)
+    clusters = tuple(_estimate_cluster(cluster, after) for cluster in snapshot.clusters)
     paces = {
-        c.profile.cluster_id: _block_s(c.profile, snapshot.model_of(c.profile))
+        c.profile.cluster_id: _time_blocks(c.profile, snapshot.model_of(c.profile))
         for c in clusters
         if c.profile.real_links
     }
     after = replace(after, block_s=paces)
-    clusters = tuple(_with_rounds(cluster, after) for cluster in clusters)
-    edge = _planned_edge(snapshot.edge, after)
+    clusters = tuple(_add_rounds(cluster, after) for cluster in clusters)
+    edge = _estimate_edge(snapshot.edge, after)
     if edge is snapshot.edge and all(map(is_, clusters, snapshot.clusters)):
         return snapshot, after
     return replace(snapshot, clusters=clusters, edge=edge), after
 
 
-def _with_claims(
+def _note_claims(
     snapshot: Snapshot, estimates: ProfileEstimates, memory: float
 ) -> ProfileEstimates:
     """Today's claims noted, and what they outdate forgotten."""
-    claimed, outdated = _copied(estimates.claimed), set()
-    for cluster_id, name, fresh in _claims(snapshot):
+    claimed, outdated = _copy(estimates.claimed), set()
+    for cluster_id, name, fresh in _list_claims(snapshot):
         claims = claimed.setdefault(cluster_id, {})
         before = claims.get(name, fresh)
-        if _apart(before, fresh) > CHANGE:
+        if _measure_distance(before, fresh) > CHANGE:
             outdated.add((cluster_id, name))
         same = before[:2] == fresh[:2]
         claims[name] = fresh if same else _blend(before, fresh, memory)
     return replace(
         estimates,
         claimed=claimed,
-        stages=_without(estimates.stages, outdated),
-        watts=_without(estimates.watts, outdated),
+        stages=_drop(estimates.stages, outdated),
+        watts=_drop(estimates.watts, outdated),
     )
 
 
-def _claims(snapshot: Snapshot) -> Iterator[tuple[str, str, Claim]]:
+def _list_claims(snapshot: Snapshot) -> Iterator[tuple[str, str, Claim]]:
     """Cluster, device and claim of everyone with usable numbers, the edge included."""
     edge = snapshot.edge
-    if _usable(edge.speed_flop_per_s):
+    if _is_usable(edge.speed_flop_per_s):
         yield EDGE, EDGE, (math.log(edge.speed_flop_per_s), 0.0, edge.overhead_s)
     for cluster in snapshot.clusters:
         for own in cluster.profile.edges:
-            if _usable(own.speed_flop_per_s):
+            if _is_usable(own.speed_flop_per_s):
                 claim = (math.log(own.speed_flop_per_s), 0.0, own.overhead_s)
                 yield cluster.profile.cluster_id, own.id, claim
         for d in cluster.profile.members:
-            if _usable(d.speed_flop_per_s) and _usable(d.energy_per_flop_j):
+            if _is_usable(d.speed_flop_per_s) and _is_usable(d.energy_per_flop_j):
                 logs = math.log(d.speed_flop_per_s), math.log(d.energy_per_flop_j)
                 yield cluster.profile.cluster_id, d.device_id, (*logs, d.overhead_s)
 
 
-def _planned_cluster(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> ClusterSnapshot:
+def _estimate_cluster(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> ClusterSnapshot:
     old = cluster.profile
-    members = [_planned(old.cluster_id, estimates, member) for member in old.members]
-    edge = old.edge and _planned_edge(old.edge, estimates, old.cluster_id)
+    members = [_estimate_device(old.cluster_id, estimates, member) for member in old.members]
+    edge = old.edge and _estimate_edge(old.edge, estimates, old.cluster_id)
     if edge is old.edge and all(map(is_, members, old.members)):
         return cluster
     profile = replace(old, control_unit=members[0], devices=tuple(members[1:]), edge=edge)
     return replace(cluster, profile=profile)
 
 
-def _with_rounds(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> ClusterSnapshot:
+def _add_rounds(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> ClusterSnapshot:
     """Add to the cluster the overheads of its rounds, as far as they are known."""
     known = estimates.rounds.get(cluster.profile.cluster_id)
     if known is None:
@@ -172,26 +172,28 @@ def _with_rounds(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> Clust
     return replace(cluster, profile=profile)
 
 
-def _block_s(profile: ClusterProfile, model: ModelProfile) -> dict[str, float]:
+def _time_blocks(profile: ClusterProfile, model: ModelProfile) -> dict[str, float]:
     flop = max(block.forward_flop + block.backward_flop for block in model.blocks)
-    devices = (d for d in profile.devices if _usable(d.speed_flop_per_s))
+    devices = (d for d in profile.devices if _is_usable(d.speed_flop_per_s))
     return {d.device_id: d.overhead_s + flop / d.speed_flop_per_s for d in devices}
 
 
-def _planned(cluster_id: str, estimates: ProfileEstimates, device: DeviceProfile) -> DeviceProfile:
+def _estimate_device(
+    cluster_id: str, estimates: ProfileEstimates, device: DeviceProfile
+) -> DeviceProfile:
     """Return the device to plan with; itself where nothing differs."""
     name, speed, joule = device.device_id, device.speed_flop_per_s, device.energy_per_flop_j
-    claim = _of(estimates.claimed, cluster_id, name)
-    if claim is None or not (_usable(speed) and _usable(joule)):
+    claim = _look_up(estimates.claimed, cluster_id, name)
+    if claim is None or not (_is_usable(speed) and _is_usable(joule)):
         return device
     claim = (*claim[:2], device.overhead_s)
-    device = _scaled_memory(device, _of(estimates.memories, cluster_id, name))
-    stage = _believed(_of(estimates.stages, cluster_id, name), claim)
-    power = _of(estimates.watts, cluster_id, name) or AS_CLAIMED
+    device = _scale_memory(device, _look_up(estimates.memories, cluster_id, name))
+    stage = _find_believed(_look_up(estimates.stages, cluster_id, name), claim)
+    power = _look_up(estimates.watts, cluster_id, name) or AS_CLAIMED
     if (
         stage is None
         and power.mean == (0.0,)
-        and _apart(claim, (math.log(speed), math.log(joule), device.overhead_s)) < 1e-12
+        and _measure_distance(claim, (math.log(speed), math.log(joule), device.overhead_s)) < 1e-12
     ):
         return device
     overhead_s, per_flop_s = (claim[2], math.exp(-claim[0])) if stage is None else stage.values
@@ -204,18 +206,20 @@ def _planned(cluster_id: str, estimates: ProfileEstimates, device: DeviceProfile
     )
 
 
-def _planned_edge(edge: EdgeProfile, estimates: ProfileEstimates, place: str = EDGE) -> EdgeProfile:
-    claim = _of(estimates.claimed, place, edge.id)
-    stage = claim and _believed(_of(estimates.stages, place, edge.id), claim)
+def _estimate_edge(
+    edge: EdgeProfile, estimates: ProfileEstimates, place: str = EDGE
+) -> EdgeProfile:
+    claim = _look_up(estimates.claimed, place, edge.id)
+    stage = claim and _find_believed(_look_up(estimates.stages, place, edge.id), claim)
     if not stage:
         return edge
     overhead_s, per_flop_s = stage.values
     return replace(edge, speed_flop_per_s=1.0 / per_flop_s, overhead_s=overhead_s)
 
 
-def _believed(stage: LogFilter | None, claim: Claim) -> LogFilter | None:
+def _find_believed(stage: LogFilter | None, claim: Claim) -> LogFilter | None:
     """Return the learned values, or None if missing or stale."""
-    if stage is None or _is_old(stage) or stage.mean == _unseen_mean(claim):
+    if stage is None or _is_old(stage) or stage.mean == _make_unseen_mean(claim):
         return None
     return stage
 
@@ -224,7 +228,7 @@ def _is_old(stage: LogFilter) -> bool:
     return stage.unseen >= PATIENCE << stage.looks
 
 
-def _scaled_memory(device: DeviceProfile, known: LogFilter | None) -> DeviceProfile:
+def _scale_memory(device: DeviceProfile, known: LogFilter | None) -> DeviceProfile:
     """Less memory where more is needed than planned; never more of it."""
     if known is None or known.mean[0] <= 0.0:
         return device
@@ -232,15 +236,15 @@ def _scaled_memory(device: DeviceProfile, known: LogFilter | None) -> DeviceProf
     return replace(device, memory_bytes=int(device.memory_bytes / share))
 
 
-def profiles_learned(estimates: ProfileEstimates, outcome: RoundOutcome) -> ProfileEstimates:
+def learn_profiles(estimates: ProfileEstimates, outcome: RoundOutcome) -> ProfileEstimates:
     """Fold in the measurements of a round; parties without measurements keep their estimates."""
-    stages, watts = _copied(estimates.stages), _copied(estimates.watts)
-    memories, rounds = _copied(estimates.memories), dict(estimates.rounds)
+    stages, watts = _copy(estimates.stages), _copy(estimates.watts)
+    memories, rounds = _copy(estimates.memories), dict(estimates.rounds)
     for cluster in outcome.clusters:
-        stages[cluster.cluster_id] = _aged(stages.get(cluster.cluster_id, {}), cluster)
+        stages[cluster.cluster_id] = _age(stages.get(cluster.cluster_id, {}), cluster)
         for sample in cluster.stages:
-            place = _place(estimates, cluster.cluster_id, sample)
-            claim = _of(estimates.claimed, place, sample.device_id)
+            place = _find_place(estimates, cluster.cluster_id, sample)
+            claim = _look_up(estimates.claimed, place, sample.device_id)
             if claim is None:
                 continue
             _learn_stage(stages.setdefault(place, {}), sample, claim)
@@ -250,38 +254,40 @@ def profiles_learned(estimates: ProfileEstimates, outcome: RoundOutcome) -> Prof
             if sample.planned_bytes > 0:
                 seen = (float(sample.planned_bytes), float(sample.peak_bytes))
                 _learn_share(memories, place, sample, seen, BYTES)
-        slowest_s = _slowest_block_s(cluster, estimates)
+        slowest_s = _find_slowest_block_s(cluster, estimates)
         if cluster.measured and cluster.explained_s and slowest_s:
             parts = (cluster.explained_s, 1.0, slowest_s)
-            known = estimates.rounds.get(cluster.cluster_id) or _usual_round(parts)
-            rounds[cluster.cluster_id] = known.seeing(parts, cluster.latency_s, ROUND)
+            known = estimates.rounds.get(cluster.cluster_id) or _guess_round(parts)
+            rounds[cluster.cluster_id] = known.observe(parts, cluster.latency_s, ROUND)
     return replace(estimates, stages=stages, watts=watts, memories=memories, rounds=rounds)
 
 
-def expected_s(estimates: ProfileEstimates, cluster_id: str, sample: StageSample) -> float | None:
+def expect_s(estimates: ProfileEstimates, cluster_id: str, sample: StageSample) -> float | None:
     """Seconds of a micro-batch by what is believed; None where nothing is known."""
-    place = _place(estimates, cluster_id, sample)
-    claim = _of(estimates.claimed, place, sample.device_id)
+    place = _find_place(estimates, cluster_id, sample)
+    claim = _look_up(estimates.claimed, place, sample.device_id)
     if claim is None:
         return None
-    known = _believed(_of(estimates.stages, place, sample.device_id), claim)
+    known = _find_believed(_look_up(estimates.stages, place, sample.device_id), claim)
     if known is not None:
-        return known.expected((sample.passes, sample.flop))
-    return _claimed_s(claim, sample)
+        return known.expect((sample.passes, sample.flop))
+    return _compute_claimed_s(claim, sample)
 
 
-def _place(estimates: ProfileEstimates, cluster_id: str, sample: StageSample) -> str:
+def _find_place(estimates: ProfileEstimates, cluster_id: str, sample: StageSample) -> str:
     """Under whom a stage is known: its cluster, or `EDGE` for an edge that is not the cluster's."""
     is_edge = sample.device_id == EDGE
-    own = _of(estimates.claimed, cluster_id, EDGE) is not None
+    own = _look_up(estimates.claimed, cluster_id, EDGE) is not None
     return EDGE if is_edge and not own else cluster_id
 
 
-def _claimed_s(claim: Claim, sample: StageSample) -> float:
+def _compute_claimed_s(claim: Claim, sample: StageSample) -> float:
     return sample.passes * claim[2] + sample.flop * math.exp(-claim[0])
 
 
-def plausible_j(spent_j: Mapping[str, float], planned_j: Mapping[str, float]) -> dict[str, float]:
+def bound_plausible_j(
+    spent_j: Mapping[str, float], planned_j: Mapping[str, float]
+) -> dict[str, float]:
     """Energies by device as queues count them: no number counts as planned.
 
     Of a device that was planned to spend some, no more counts than a filter's `STEP` allows.
@@ -296,18 +302,18 @@ def plausible_j(spent_j: Mapping[str, float], planned_j: Mapping[str, float]) ->
     return found
 
 
-def _aged(known: Mapping[str, LogFilter], cluster: ClusterOutcome) -> dict[str, LogFilter]:
+def _age(known: Mapping[str, LogFilter], cluster: ClusterOutcome) -> dict[str, LogFilter]:
     """Age the filters of a cluster that have no sample by one round."""
     seen = {sample.device_id for sample in cluster.stages}
-    return {name: f if name in seen else f.without() for name, f in known.items()}
+    return {name: f if name in seen else f.skip() for name, f in known.items()}
 
 
-def _unseen_mean(claim: Claim) -> tuple[float, float]:
+def _make_unseen_mean(claim: Claim) -> tuple[float, float]:
     """Return the mean that is believed of a stage before any sample."""
     return math.log(claim[2] or USUAL_OVERHEAD_S), -claim[0]
 
 
-def _first_guess(claim: Claim, sample: StageSample) -> LogFilter:
+def _guess_first(claim: Claim, sample: StageSample) -> LogFilter:
     """Guess a stage at a first sample: unless claimed, overhead is the lesser part of its time."""
     most_s = USUAL_SHARE * sample.busy_s / sample.passes
     overhead_s = claim[2] or min(USUAL_OVERHEAD_S, most_s)
@@ -316,22 +322,22 @@ def _first_guess(claim: Claim, sample: StageSample) -> LogFilter:
 
 def _learn_stage(book: dict[str, LogFilter], sample: StageSample, claim: Claim) -> None:
     name, parts = sample.device_id, (sample.passes, sample.flop)
-    unseen, claimed_s = LogFilter(mean=_unseen_mean(claim)), _claimed_s(claim, sample)
+    unseen, claimed_s = LogFilter(mean=_make_unseen_mean(claim)), _compute_claimed_s(claim, sample)
     known = book.get(name, unseen)
-    error = known.error(parts, sample.busy_s)
+    error = known.compute_error(parts, sample.busy_s)
     if error is None:
         return
     if known.mean == unseen.mean:
         if claimed_s > 0 and abs(math.log(sample.busy_s / claimed_s)) <= AGREES:
-            certain = known.seeing(parts, known.expected(parts), STAGE)
+            certain = known.observe(parts, known.expect(parts), STAGE)
             book[name] = replace(certain, mean=unseen.mean)
             return
-        known = replace(known, mean=_first_guess(claim, sample).mean)
+        known = replace(known, mean=_guess_first(claim, sample).mean)
     elif _is_old(known):
-        guess = _first_guess(claim, sample)
-        in_vain = abs(error) <= abs(guess.error(parts, sample.busy_s) or 0.0)
+        guess = _guess_first(claim, sample)
+        in_vain = abs(error) <= abs(guess.compute_error(parts, sample.busy_s) or 0.0)
         known = replace(known, looks=known.looks + 1) if in_vain else guess
-    book[name] = known.seeing(parts, sample.busy_s, STAGE)
+    book[name] = known.observe(parts, sample.busy_s, STAGE)
 
 
 def _learn_share(
@@ -345,13 +351,13 @@ def _learn_share(
     expected, value = seen
     book = books.setdefault(place, {})
     known = book.get(sample.device_id, LogFilter(mean=(0.0,)))
-    error = known.error((expected,), value)
+    error = known.compute_error((expected,), value)
     if error is not None:
         agrees = known.mean == (0.0,) and abs(error) <= AGREES
-        book[sample.device_id] = known.seeing((expected,), expected if agrees else value, prior)
+        book[sample.device_id] = known.observe((expected,), expected if agrees else value, prior)
 
 
-def _slowest_block_s(cluster: ClusterOutcome, estimates: ProfileEstimates) -> float:
+def _find_slowest_block_s(cluster: ClusterOutcome, estimates: ProfileEstimates) -> float:
     """Return a block's seconds on the slowest device that worked; 0 if one had not worked before.
 
     A first round loads libraries and fills caches, and is no measure.
@@ -363,7 +369,7 @@ def _slowest_block_s(cluster: ClusterOutcome, estimates: ProfileEstimates) -> fl
     return max((block_s.get(sample.device_id, 0.0) for sample in cluster.stages), default=0.0)
 
 
-def _usual_round(parts: tuple[float, float, float]) -> LogFilter:
+def _guess_round(parts: tuple[float, float, float]) -> LogFilter:
     """Half of what a round usually takes besides is the cluster's, half its slowest device's."""
     explained_s, _, slowest_s = parts
     half = math.log(0.5 * USUAL_ROUND * explained_s)
@@ -379,23 +385,23 @@ def _blend(old: Claim, new: Claim, memory: float) -> Claim:
     return speed, joule, new[2]
 
 
-def _apart(one: Claim, other: Claim) -> float:
+def _measure_distance(one: Claim, other: Claim) -> float:
     return max(abs(one[0] - other[0]), abs(one[1] - other[1]))
 
 
-def _usable(value: float) -> bool:
+def _is_usable(value: float) -> bool:
     return 0 < value < math.inf
 
 
-def _of(book: Mapping[str, Mapping[str, T]], cluster_id: str, name: str) -> T | None:
+def _look_up(book: Mapping[str, Mapping[str, T]], cluster_id: str, name: str) -> T | None:
     return book.get(cluster_id, {}).get(name)
 
 
-def _copied(book: Mapping[str, Mapping[str, T]]) -> dict[str, dict[str, T]]:
+def _copy(book: Mapping[str, Mapping[str, T]]) -> dict[str, dict[str, T]]:
     return {cluster: dict(devices) for cluster, devices in book.items()}
 
 
-def _without(
+def _drop(
     book: Mapping[str, Mapping[str, T]], gone: Set[tuple[str, str]]
 ) -> dict[str, dict[str, T]]:
     return {

@@ -39,7 +39,7 @@ class RobustGains:
     """What each cluster of the round that runs now was to take, by measured gains."""
 
 
-def with_averages(gains: RobustGains, snapshot: Snapshot) -> RobustGains:
+def average_gains(gains: RobustGains, snapshot: Snapshot) -> RobustGains:
     """Fold the round's measured gains in while forecasts are off.
 
     Raises ScheduleError for a snapshot that cannot be planned with.
@@ -49,27 +49,27 @@ def with_averages(gains: RobustGains, snapshot: Snapshot) -> RobustGains:
     tabulate(snapshot)
     rounds = min(gains.rounds + 1, LONGEST_AVERAGE)
     average = {
-        _place(c): _mixed(gains.average.get(_place(c)), c.channel, rounds)
+        _name_place(c): _mix(gains.average.get(_name_place(c)), c.channel, rounds)
         for c in snapshot.clusters
     }
     careful = gains.careful or gains.error > FAR_OFF
     return replace(gains, rounds=rounds, average=average, careful=careful)
 
 
-def robust(gains: RobustGains, snapshot: Snapshot) -> Snapshot:
+def make_robust(gains: RobustGains, snapshot: Snapshot) -> Snapshot:
     """``snapshot`` itself or, when plans are to be careful, with cautious gains on every link."""
     if not gains.careful:
         return snapshot
 
-    averages = (gains.average[_place(c)] for c in snapshot.clusters)
+    averages = (gains.average[_name_place(c)] for c in snapshot.clusters)
     cautious = tuple(
-        replace(cluster, channel=_each_gain(lambda gain: CAUTION * gain, average))
+        replace(cluster, channel=_map_gains(lambda gain: CAUTION * gain, average))
         for cluster, average in zip(snapshot.clusters, averages, strict=True)
     )
     return replace(snapshot, clusters=cautious)
 
 
-def with_forecast(
+def forecast_round(
     gains: RobustGains, plan: Plan, snapshot: Snapshot, options: PricingOptions
 ) -> RobustGains:
     """Forecast how long ``plan`` will take by measured gains."""
@@ -79,7 +79,7 @@ def with_forecast(
     return replace(gains, forecast_s={c.cluster_id: c.latency_s for c in clusters})
 
 
-def with_error(gains: RobustGains, outcome: RoundOutcome) -> RobustGains:
+def measure_error(gains: RobustGains, outcome: RoundOutcome) -> RobustGains:
     """Compare the forecast with how long the round really took.
 
     Of clusters that ended in it: one that failed, or is late from an earlier round, counts in
@@ -95,19 +95,19 @@ def with_error(gains: RobustGains, outcome: RoundOutcome) -> RobustGains:
     return replace(gains, error=error, forecast_s={})
 
 
-def _place(cluster: ClusterSnapshot) -> str:
+def _name_place(cluster: ClusterSnapshot) -> str:
     """Return the cluster's id, with that of its edge if there are several."""
     return f"{cluster.profile.cluster_id} {cluster.profile.edge_id}".rstrip()
 
 
-def _mixed(old: ChannelState | None, new: ChannelState, rounds: int) -> ChannelState:
+def _mix(old: ChannelState | None, new: ChannelState, rounds: int) -> ChannelState:
     if old is None or len(old.edge_gain) != len(new.edge_gain):
         return new
     weight = 1.0 / rounds
-    return _each_gain(lambda before, now: (1.0 - weight) * before + weight * now, old, new)
+    return _map_gains(lambda before, now: (1.0 - weight) * before + weight * now, old, new)
 
 
-def _each_gain(change: Callable[..., float], *channels: ChannelState) -> ChannelState:
+def _map_gains(change: Callable[..., float], *channels: ChannelState) -> ChannelState:
     """``change`` of every gain of ``channels`` of one shape."""
     rows = zip(*(channel.d2d_gain for channel in channels), strict=True)
     return ChannelState(

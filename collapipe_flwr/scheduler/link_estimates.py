@@ -50,7 +50,7 @@ class LinkEstimate:
     notes: tuple[float, ...] = ()
     rounds_unseen: int = 0
 
-    def noting(self, note: float) -> LinkEstimate:
+    def add_note(self, note: float) -> LinkEstimate:
         """After one more round that used the link."""
         notes = (*self.notes, note)[-NOTES:]
         missing = NOTES - len(notes) if self.notes else 0
@@ -58,7 +58,7 @@ class LinkEstimate:
         changed = abs(middle - self.believed) > AGREES
         return LinkEstimate(believed=middle if changed else self.believed, notes=notes)
 
-    def unseen(self) -> LinkEstimate:
+    def skip_round(self) -> LinkEstimate:
         """After one more round that did not."""
         rounds = self.rounds_unseen + 1
         if rounds < PATIENCE:
@@ -70,34 +70,34 @@ LinkEstimates = Mapping[str, Mapping[str, LinkEstimate]]
 """cluster -> link -> estimate."""
 
 
-def link_key(one: str, other: str) -> str:
+def make_link_key(one: str, other: str) -> str:
     """Name a link by its ends, whichever way the chain runs; an edge is its id."""
     return " - ".join(sorted((one, other)))
 
 
-def links_learned(book: LinkEstimates, outcome: RoundOutcome) -> LinkEstimates:
+def learn_links(book: LinkEstimates, outcome: RoundOutcome) -> LinkEstimates:
     """Fold a round's samples in; clusters without samples change nothing."""
     after = dict(book)
     for cluster in outcome.clusters:
         if cluster.links:
-            after[cluster.cluster_id] = _noted(book.get(cluster.cluster_id, {}), cluster)
+            after[cluster.cluster_id] = _note(book.get(cluster.cluster_id, {}), cluster)
     return after
 
 
-def links_begun(book: LinkEstimates, snapshot: Snapshot) -> LinkEstimates:
+def begin_links(book: LinkEstimates, snapshot: Snapshot) -> LinkEstimates:
     """Add links that clusters measured before the run; return the book itself if none is new."""
     after = dict(book)
     for cluster in snapshot.clusters:
         known = book.get(cluster.profile.cluster_id, {})
-        rates = {link_key(*link.ends): link for link in cluster.profile.link_rates}
+        rates = {make_link_key(*link.ends): link for link in cluster.profile.link_rates}
         new = {key: link for key, link in rates.items() if key not in known}
-        begun = {key: _begun(link, cluster, snapshot) for key, link in new.items()}
+        begun = {key: _begin(link, cluster, snapshot) for key, link in new.items()}
         if begun:
             after[cluster.profile.cluster_id] = begun | dict(known)
     return after if after != book else book
 
 
-def _begun(link: LinkRate, cluster: ClusterSnapshot, snapshot: Snapshot) -> LinkEstimate:
+def _begin(link: LinkRate, cluster: ClusterSnapshot, snapshot: Snapshot) -> LinkEstimate:
     """Estimate a link before its first round; as promised where its ends are unknown."""
     profile, channel = cluster.profile, cluster.channel
     place = {member.device_id: i for i, member in enumerate(profile.members)}
@@ -123,34 +123,34 @@ def _begun(link: LinkRate, cluster: ClusterSnapshot, snapshot: Snapshot) -> Link
     return LinkEstimate(believed=share if abs(share) > AGREES else 0.0, notes=(share,))
 
 
-def _noted(known: Mapping[str, LinkEstimate], cluster: ClusterOutcome) -> dict[str, LinkEstimate]:
-    after = {key: estimate.unseen() for key, estimate in known.items()}
+def _note(known: Mapping[str, LinkEstimate], cluster: ClusterOutcome) -> dict[str, LinkEstimate]:
+    after = {key: estimate.skip_round() for key, estimate in known.items()}
     for sample in cluster.links:
         if not (0 < sample.measured_bit_per_s < math.inf and sample.planned_bit_per_s > 0):
             continue
-        key = link_key(*sample.ends)
+        key = make_link_key(*sample.ends)
         before = known.get(key, LinkEstimate())
         note = before.believed + math.log(sample.measured_bit_per_s / sample.planned_bit_per_s)
-        after[key] = before.noting(min(note, 0.0) if sample.paced else note)
+        after[key] = before.add_note(min(note, 0.0) if sample.paced else note)
     return after
 
 
-def with_links(snapshot: Snapshot, book: LinkEstimates) -> Snapshot:
+def apply_links(snapshot: Snapshot, book: LinkEstimates) -> Snapshot:
     """Return the snapshot with estimated shares; itself where all rates are as promised."""
-    clusters = tuple(_estimated(c, book.get(c.profile.cluster_id, {})) for c in snapshot.clusters)
+    clusters = tuple(_apply(c, book.get(c.profile.cluster_id, {})) for c in snapshot.clusters)
     if all(map(is_, clusters, snapshot.clusters)):
         return snapshot
     return replace(snapshot, clusters=clusters)
 
 
-def _estimated(cluster: ClusterSnapshot, known: Mapping[str, LinkEstimate]) -> ClusterSnapshot:
+def _apply(cluster: ClusterSnapshot, known: Mapping[str, LinkEstimate]) -> ClusterSnapshot:
     if not any(estimate.believed for estimate in known.values()):
         return cluster
     names = [member.device_id for member in cluster.profile.members]
     edge = cluster.profile.edge_id
 
     def shares(name: str, others: list[str]) -> tuple[float, ...]:
-        estimates = (known.get(link_key(name, other), LinkEstimate()) for other in others)
+        estimates = (known.get(make_link_key(name, other), LinkEstimate()) for other in others)
         return tuple(math.exp(estimate.believed) for estimate in estimates)
 
     links = LinkShares(d2d=tuple(shares(name, names) for name in names), edge=shares(edge, names))

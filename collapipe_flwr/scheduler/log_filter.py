@@ -71,25 +71,25 @@ class LogFilter:
         """The coefficients."""
         return tuple(map(math.exp, self.mean))
 
-    def expected(self, parts: Sequence[float]) -> float:
+    def expect(self, parts: Sequence[float]) -> float:
         """Return the sum that these parts are expected to give."""
         return math.fsum(c * v for c, v in zip(parts, self.values, strict=True))
 
-    def error(self, parts: Sequence[float], value: float) -> float | None:
+    def compute_error(self, parts: Sequence[float], value: float) -> float | None:
         """Compute ln(value / expected); None where either is no positive number."""
-        expected = self.expected(parts)
+        expected = self.expect(parts)
         if not (0 < value < math.inf and 0 < expected < math.inf):
             return None
         return math.log(value / expected)
 
-    def seeing(self, parts: Sequence[float], value: float, prior: Prior) -> LogFilter:
+    def observe(self, parts: Sequence[float], value: float, prior: Prior) -> LogFilter:
         """Return the filter after one more round, in which the sum was ``value``."""
-        error = self.error(parts, value)
+        error = self.compute_error(parts, value)
         if error is None:
             return self
         new = not self.spread
         spread = prior.spread if new else self._drift(prior)
-        share = np.array(parts) * np.array(self.values) / self.expected(parts)
+        share = np.array(parts) * np.array(self.values) / self.expect(parts)
         limit = GATE * math.sqrt(float(share @ spread @ share) + NOISE**2)
         surprise = error if abs(error) > limit and not new else None
         before = self.surprise
@@ -107,7 +107,7 @@ class LogFilter:
             looks=self.looks,
         )
 
-    def without(self) -> LogFilter:
+    def skip(self) -> LogFilter:
         """Return the filter after one more round that showed nothing of it."""
         return replace(self, unseen=self.unseen + 1)
 
@@ -121,7 +121,7 @@ class LogFilter:
     def _update(self, parts: Sequence[float], seen: float, spread: Array) -> tuple[Array, Array]:
         """Update mean and spread, given that ln of the sum is ``seen`` above the expected."""
         before, coefficients = np.array(self.mean), np.array(parts)
-        aim = math.log(self.expected(parts)) + seen
+        aim = math.log(self.expect(parts)) + seen
         mean = before
         for _ in range(_ITERATIONS):
             terms = coefficients * np.exp(mean)

@@ -35,7 +35,7 @@ SLACK = 1.05  # of the least share, which should not leave the smallest batch al
 NO_CAP = 1.0  # a share from which on the devices' own memories are the only limit
 
 
-def least_shares(tables: Tables, settings: SchedulerConfig) -> Array:
+def find_least_shares(tables: Tables, settings: SchedulerConfig) -> Array:
     """Return each cluster's share: the setting's, or about the least above it with a plan, (M,)."""
     share = settings.max_model_share
     if share >= NO_CAP:
@@ -48,22 +48,24 @@ def least_shares(tables: Tables, settings: SchedulerConfig) -> Array:
     keeps = np.zeros(tables.num_clusters, dtype=bool)
     first = members.first_mi[:, 1:]
     for each in choices:
-        keeps |= each.ends_fit_m & _plainly_fits(each.needs[-1], each.within(share, room), first)
+        keeps |= each.ends_fit_m & _plainly_fits(each.needs[-1], each.cap(share, room), first)
     shares = np.full(tables.num_clusters, share)
     for m in np.flatnonzero(~keeps):
         here, there = [each for each in choices if each.ends_fit_m[m]], room[m] > 0.0
-        shares[m] = _least_share(here, room[m][there], first[m][there], share)
+        shares[m] = _find_least_share(here, room[m][there], first[m][there], share)
     return shares
 
 
-def _least_share(choices: Sequence[_Choice], room_n: Array, first_n: Ints, share: float) -> float:
+def _find_least_share(
+    choices: Sequence[_Choice], room_n: Array, first_n: Ints, share: float
+) -> float:
     """``share`` where some micro-batches keep it, else a little more than the least kept."""
-    if any(packs(each.needs, each.within(share, room_n), first_n) for each in choices):
+    if any(packs(each.needs, each.cap(share, room_n), first_n) for each in choices):
         return share
     least = np.inf
     for each in choices:
-        if packs(each.needs, each.within(least, room_n), first_n):
-            least = _least_cap(each.needs, room_n, first_n) / each.whole
+        if packs(each.needs, each.cap(least, room_n), first_n):
+            least = _find_least_cap(each.needs, room_n, first_n) / each.whole
     return max(share, SLACK * least)
 
 
@@ -99,13 +101,13 @@ class _Choice:
 
     @cached_property
     def needs(self) -> list[Array]:
-        """As `segment_needs`, of the last device, the one before it and so on; then the same."""
+        """`compute_segment_needs` of the last device, the one before it and so on; then the same."""
         deepest = 0
         if self.settings.schedule == "1f1b":
             devices = min(self.tables.members.memory_mi.shape[1] - 1, self.tables.num_blocks)
             deepest = max(min(self.batch[1] - 2, devices - 1), 0)
         return [
-            segment_needs(self.tables, self.settings, self.one, self.batch, behind)
+            compute_segment_needs(self.tables, self.settings, self.one, self.batch, behind)
             for behind in range(1, deepest + 2)
         ]
 
@@ -125,12 +127,12 @@ class _Choice:
         fits = (start <= usable * tables.members.memory_mi[:, 0]) & (end <= edge)
         return np.asarray(fits & (tables.model_m == self.model))
 
-    def within(self, share: float, room: Array) -> Array:
+    def cap(self, share: float, room: Array) -> Array:
         """Cap the memory that devices may use at a share of the whole model."""
         return np.minimum(room, share * self.whole)
 
 
-def capped(tables: Tables, share_m: Array, settings: SchedulerConfig) -> Tables:
+def cap_shares(tables: Tables, share_m: Array, settings: SchedulerConfig) -> Tables:
     """``tables`` in which no device may hold more than its cluster's share.
 
     How much that is depends on a plan's micro-batches; memory beyond what it can be counts for
@@ -146,13 +148,13 @@ def capped(tables: Tables, share_m: Array, settings: SchedulerConfig) -> Tables:
     return replace(tables, members=members, most_share_m=share_m.copy())
 
 
-def widened(share_m: Array) -> Array:
+def widen_caps(share_m: Array) -> Array:
     """Caps for another try when the search finds nothing within ``share_m``; infinite at last."""
     wider = share_m * WIDENING
     return np.where(wider < NO_CAP, wider, np.inf)
 
 
-def with_model_shares(plan: Plan, share_m: Array, tables: Tables, options: PricingOptions) -> Plan:
+def set_model_shares(plan: Plan, share_m: Array, tables: Tables, options: PricingOptions) -> Plan:
     """``plan`` that says which share each of its clusters kept, and what memory it left free.
 
     The share is None where there was no cap.
@@ -173,7 +175,7 @@ def with_model_shares(plan: Plan, share_m: Array, tables: Tables, options: Prici
     return replace(plan, clusters=tuple(map(told, count(), plan.clusters, share_m.tolist())))
 
 
-def segment_needs(
+def compute_segment_needs(
     tables: Tables,
     settings: SchedulerConfig,
     m: int,
@@ -202,7 +204,7 @@ def _plainly_fits(needs: Array, room_mn: Array, first_mn: Ints) -> Mask:
     return np.asarray(np.where(first_mn > 0, 0.0, held).sum(1) + behind >= blocks)
 
 
-def _least_cap(needs: Sequence[Array], room_n: Array, first_n: Ints) -> float:
+def _find_least_cap(needs: Sequence[Array], room_n: Array, first_n: Ints) -> float:
     """Find the smallest cap under which memories ``room_n`` that hold all blocks still do."""
     caps = np.unique(np.stack(needs))
     caps = caps[caps < np.inf]

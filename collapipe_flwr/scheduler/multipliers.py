@@ -68,7 +68,7 @@ class Dual:
         mask[:, 0] = False
         return mask
 
-    def at(self, theta_mi: Array, room_mi: Array | None = None) -> PlanSolver:
+    def make_solver(self, theta_mi: Array, room_mi: Array | None = None) -> PlanSolver:
         """Make the planner of a round at these multipliers."""
         budget = np.where(self.limited, self.planner.tables.members.budget_mi, 1.0)
         return replace(
@@ -77,23 +77,23 @@ class Dual:
             room_mi=np.full_like(budget, np.inf) if room_mi is None else room_mi,
         )
 
-    def excess(self, solution: Solution) -> Array:
+    def compute_excess(self, solution: Solution) -> Array:
         """Compute energy over budget, less 1, (M, I); 0 where there is no budget."""
         budget = self.planner.tables.members.budget_mi
-        spent = solution.spent_mi(budget.shape)
+        spent = solution.tabulate_spent(budget.shape)
         return np.where(self.limited, spent / budget - 1.0, 0.0)
 
-    def value(self, solution: Solution, theta_mi: Array) -> float:
+    def compute_value(self, solution: Solution, theta_mi: Array) -> float:
         """Compute the Lagrangian of a plan."""
         late = self.planner.latency_price * solution.rho * float(solution.priced.latency_s.max())
-        return late + float((theta_mi * self.excess(solution)).sum())
+        return late + float((theta_mi * self.compute_excess(solution)).sum())
 
     def respond(self, theta_mi: Array) -> Solution:
         """Search for the best plan at these multipliers."""
-        near = min(self.solutions, key=lambda s: self.value(s, theta_mi))
-        found = self.at(theta_mi)
-        self.solutions.append(found.improve(found.radio(near.rows)))
-        return min(self.solutions, key=lambda s: self.value(s, theta_mi))
+        near = min(self.solutions, key=lambda s: self.compute_value(s, theta_mi))
+        found = self.make_solver(theta_mi)
+        self.solutions.append(found.improve(found.optimize_radio(near.rows)))
+        return min(self.solutions, key=lambda s: self.compute_value(s, theta_mi))
 
     @property
     def learns(self) -> bool:
@@ -106,8 +106,8 @@ class Dual:
         """Whether the quickest plan breaks a budget, and time allows steps to learn its price."""
         if not self.learns or not self.limited.any():
             return False
-        self.solutions.append(self.at(np.zeros_like(self.planner.price_mi)).solve())
-        return bool((self.excess(self.solutions[-1]) > 0.0).any())
+        self.solutions.append(self.make_solver(np.zeros_like(self.planner.price_mi)).solve())
+        return bool((self.compute_excess(self.solutions[-1]) > 0.0).any())
 
     @property
     def _steps(self) -> int:
@@ -117,38 +117,38 @@ class Dual:
         devices = len(self.planner.price_mi[0]) - 1
         return min(STEPS, WORK // (clusters * devices * blocks))
 
-    def multipliers(self, kept: Solution) -> Array:
+    def find_multipliers(self, kept: Solution) -> Array:
         """Find the multipliers at which the least Lagrangian of all plans is highest, (M, I).
 
         ``kept`` is a plan that keeps all budgets, without which no mix may.
         """
         best = np.zeros_like(self.planner.price_mi)
-        value = self.value(self.solutions[0], best)
+        value = self.compute_value(self.solutions[0], best)
         self.solutions.append(kept)
         for _ in range(self._steps):
             upper, goal = self._maximize()
             if upper - value <= ENOUGH * upper:
                 break
             theta = best + INWARD * (goal - best)
-            if (found := self.value(self.respond(theta), theta)) > value:
+            if (found := self.compute_value(self.respond(theta), theta)) > value:
                 best, value = theta, found
         return best
 
     def _maximize(self) -> tuple[float, Array]:
         """Maximise over multipliers the least Lagrangian of all plans seen so far."""
         nothing = np.zeros_like(self.planner.price_mi)
-        cost = np.array([self.value(s, nothing) for s in self.solutions])
-        excess = np.array([self.excess(s).ravel() for s in self.solutions])
+        cost = np.array([self.compute_value(s, nothing) for s in self.solutions])
+        excess = np.array([self.compute_excess(s).ravel() for s in self.solutions])
         value, theta = solve_mixture(cost, excess)
         return value, theta.reshape(nothing.shape)
 
 
-def unlearned_weight(devices: int) -> float:
+def guess_weight(devices: int) -> float:
     """Guess V where time allows no steps: all multipliers then sum to about one latency."""
     return max(devices / PART, USUAL_WEIGHT)
 
 
-def weight_for(theta_mi: Array) -> float:
+def derive_weight(theta_mi: Array) -> float:
     """Choose V for multipliers of this size."""
     active = theta_mi[theta_mi > 1e-4]
     if not len(active):

@@ -42,7 +42,7 @@ CLOCKS_DIFFER = 1.1  # a stage's seconds over the control unit's, at most
 KEPT = 0.8  # of a planned rate: a slower sender was limited by something else
 
 
-def measured_outcome(
+def measure_outcome(
     plan: ClusterPlan,
     planned: PricedCluster,
     measured: ClusterMeasurement,
@@ -52,16 +52,16 @@ def measured_outcome(
     links: tuple[LinkSample, ...],
 ) -> ClusterOutcome:
     """Compute the measured outcome of ``plan``, whose predicted price was ``planned``."""
-    reports = _by_member(plan, measured)
+    reports = _index_reports(plan, measured)
     trusted = {name: report for name, report in reports.items() if _is_true(report, measured)}
     energy_j = {member.device_id: planned.energy_j[member.device_id] for member in profile.members}
     for member in profile.members:
         if member.device_id in trusted:
             watt = member.speed_flop_per_s * member.energy_per_flop_j
-            energy_j[member.device_id] = _energy_j(plan, member.device_id, trusted, watt)
+            energy_j[member.device_id] = _compute_energy_j(plan, member.device_id, trusted, watt)
         elif not plan.memory_bytes.get(member.device_id):
             energy_j[member.device_id] = 0.0
-    energy_j = _with_head(energy_j, plan, planned, trusted, profile)
+    energy_j = _add_head(energy_j, plan, planned, trusted, profile)
     is_timed = 0 < measured.wall_s < math.inf
     return ClusterOutcome(
         cluster_id=plan.cluster_id,
@@ -72,13 +72,13 @@ def measured_outcome(
         loss=measured.loss,
         gradient_noise=measured.gradient_noise,
         links=links,
-        stages=tuple(_samples(plan, measured, trusted, model)),
+        stages=tuple(_make_samples(plan, measured, trusted, model)),
         measured=is_timed,
         metered=tuple(name for name, report in trusted.items() if _is_metered(report)),
     )
 
 
-def _by_member(plan: ClusterPlan, measured: ClusterMeasurement) -> dict[str, StageMeasurement]:
+def _index_reports(plan: ClusterPlan, measured: ClusterMeasurement) -> dict[str, StageMeasurement]:
     """Index the reports by device id, and the edge's by the edge's id."""
     control_unit, *devices = measured.reports or (None,)
     found = {report.name: report for report in devices if report is not None}
@@ -87,20 +87,20 @@ def _by_member(plan: ClusterPlan, measured: ClusterMeasurement) -> dict[str, Sta
     return found if measured.edge is None else {**found, plan.edge: measured.edge}
 
 
-def _busy_s(report: StageMeasurement) -> float:
+def _sum_busy_s(report: StageMeasurement) -> float:
     return report.forward_s + report.backward_s + report.optimizer_s
 
 
 def _is_true(report: StageMeasurement, measured: ClusterMeasurement) -> bool:
     passes_s = report.forward_s + report.backward_s
-    return 0 < passes_s <= _busy_s(report) <= CLOCKS_DIFFER * measured.wall_s
+    return 0 < passes_s <= _sum_busy_s(report) <= CLOCKS_DIFFER * measured.wall_s
 
 
 def _is_metered(report: StageMeasurement) -> bool:
     return report.energy_j is not None and 0 < report.energy_j < math.inf
 
 
-def _energy_j(
+def _compute_energy_j(
     plan: ClusterPlan, name: str, reports: dict[str, StageMeasurement], watt: float
 ) -> float:
     """Joules of one member: metered, else modelled with ``watt`` while it computes."""
@@ -109,10 +109,10 @@ def _energy_j(
         return report.energy_j
     ahead = plan.tx_power_w.get(name, 0.0) * report.sent_down.sending_s
     back = plan.gradient_power_w.get(name, 0.0) * report.sent_up.sending_s
-    return watt * _busy_s(report) + ahead + back
+    return watt * _sum_busy_s(report) + ahead + back
 
 
-def _with_head(
+def _add_head(
     energy_j: dict[str, float],
     plan: ClusterPlan,
     planned: PricedCluster,
@@ -128,18 +128,20 @@ def _with_head(
     own = reports.get(edge.device_id)
     if profile.edge_at_home and (own is None or _is_metered(own)):
         return energy_j
-    joules = _energy_j(plan, plan.edge, reports, edge.speed_flop_per_s * edge.energy_per_flop_j)
+    joules = _compute_energy_j(
+        plan, plan.edge, reports, edge.speed_flop_per_s * edge.energy_per_flop_j
+    )
     if not _is_metered(report):
         joules += edge.tx_power_w * report.sent_up.sending_s
     return energy_j | {edge.device_id: energy_j.get(edge.device_id, 0.0) + joules}
 
 
-def _micro_batches(plan: ClusterPlan, report: StageMeasurement | None) -> int:
+def _count_micro_batches(plan: ClusterPlan, report: StageMeasurement | None) -> int:
     """Micro-batches that passed a stage, or one of its replicas, in training."""
     return (report.micro_batches or report.steps * plan.micro_batches) if report else 0
 
 
-def _samples(
+def _make_samples(
     plan: ClusterPlan,
     measured: ClusterMeasurement,
     reports: dict[str, StageMeasurement],
@@ -150,11 +152,11 @@ def _samples(
         return
     together = {name: s.device_ids for s in plan.segments for name in s.device_ids}
     for name, (passes, flop) in count_stage_parts(plan, model).items():
-        report, count = reports.get(name), _micro_batches(plan, reports.get(name))
-        whole = sum(_micro_batches(plan, reports.get(n)) for n in together.get(name, (name,)))
+        report, count = reports.get(name), _count_micro_batches(plan, reports.get(name))
+        whole = sum(_count_micro_batches(plan, reports.get(n)) for n in together.get(name, (name,)))
         if report is None or count <= 0:
             continue
-        busy_s = _busy_s(report)
+        busy_s = _sum_busy_s(report)
         yield StageSample(
             device_id=name,
             passes=passes,
@@ -166,7 +168,7 @@ def _samples(
         )
 
 
-def link_samples(
+def sample_links(
     plan: ClusterPlan, measured: ClusterMeasurement, *, paced: bool
 ) -> Iterator[LinkSample]:
     """Yield a sample of every measured hop, or none if the round lost devices or has replicas.
@@ -182,7 +184,7 @@ def link_samples(
         rates = [
             (planned, reached)
             for planned, traffic in ways
-            if planned and (reached := _reached(traffic, planned, paced=paced))
+            if planned and (reached := _estimate_rate(traffic, planned, paced=paced))
         ]
         if rates:
             yield LinkSample(
@@ -193,7 +195,7 @@ def link_samples(
             )
 
 
-def _reached(traffic: LinkTraffic, planned_bit_per_s: float, *, paced: bool) -> float | None:
+def _estimate_rate(traffic: LinkTraffic, planned_bit_per_s: float, *, paced: bool) -> float | None:
     """Estimate the link's bit/s; None if it is unknown."""
     if traffic.wire_bit_per_s is None:
         return None
@@ -203,7 +205,7 @@ def _reached(traffic: LinkTraffic, planned_bit_per_s: float, *, paced: bool) -> 
     return min(traffic.wire_bit_per_s, sent)
 
 
-def simulated_cluster(
+def simulate_cluster(
     plan: ClusterPlan,
     priced: PricedCluster,
     profile: ClusterProfile,

@@ -29,9 +29,9 @@ from collapipe_flwr.costs.layouts import (
 from collapipe_flwr.scheduler.dual_prices import DualPrices
 from collapipe_flwr.scheduler.local_search import pair_batches, recut_batches
 from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem
-from collapipe_flwr.scheduler.radio.equal_ends import levelled_hz
-from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate, equal_shares
-from collapipe_flwr.scheduler.radio.problem import convex_latency_s
+from collapipe_flwr.scheduler.radio.equal_ends import equalize_hz
+from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate, share_equally
+from collapipe_flwr.scheduler.radio.problem import compute_convex_latency_s
 from collapipe_flwr.scheduler.runners_up import Incumbent
 from collapipe_flwr.scheduler.scorer import Scorer
 from collapipe_flwr.scheduler.search import HASTY_CLUSTERS, Search
@@ -74,12 +74,12 @@ class Solution:
     def rows(self) -> Layouts:
         return self.chain.rows
 
-    def spent_mi(self, shape: tuple[int, ...]) -> Array:
+    def tabulate_spent(self, shape: tuple[int, ...]) -> Array:
         """Return the joules of every member, (M, I)."""
         return scatter_members(self.priced.energy_j, self.rows, shape)
 
-    def radio_mi(self, shape: tuple[int, ...]) -> Array:
-        """Return the part of `spent_mi` that transmissions take."""
+    def tabulate_radio(self, shape: tuple[int, ...]) -> Array:
+        """Return the part of `tabulate_spent` that transmissions take."""
         return scatter_members(self.priced.energy_j - self.chain.computing_j, self.rows, shape)
 
 
@@ -109,8 +109,10 @@ class PlanSolver(PlanningProblem):
         """
         search = Search(self, spare)
         anew = self.tables.num_clusters <= FRESH_CLUSTERS
-        rows = search.choose(self.opening_prices(), None if anew or stay is None else stay.rows)
-        best = self.radio(rows)
+        rows = search.choose(
+            self.make_opening_prices(), None if anew or stay is None else stay.rows
+        )
+        best = self.optimize_radio(rows)
         if stay is not None:
             best = min(stay, best, key=lambda s: s.objective)
         if search.thorough:  # else rounds of many lengths were tried at once
@@ -122,7 +124,7 @@ class PlanSolver(PlanningProblem):
         if self.tables.num_clusters > JOINED_CLUSTERS:
             return best
         for rows in search.pick_elsewhere():
-            trial, length_s = self.radio(rows), best.priced.latency_s.max()
+            trial, length_s = self.optimize_radio(rows), best.priced.latency_s.max()
             near = abs(trial.priced.latency_s.max() / length_s - 1.0) < ELSEWHERE
             if not near and trial.objective < CLOSE * best.objective:
                 best = min(best, self.polish(trial), key=lambda s: s.objective)
@@ -148,7 +150,9 @@ class PlanSolver(PlanningProblem):
                 fresh = [r for r in rivals if make_key(r) not in tried][:tries]
                 tried |= {make_key(r) for r in fresh}
                 tries -= len(fresh)
-                solutions = [self.radio(rows, before.allocation.edge_hz_r) for rows in fresh]
+                solutions = [
+                    self.optimize_radio(rows, before.allocation.edge_hz_r) for rows in fresh
+                ]
                 best = min([best, *solutions], key=lambda s: s.objective)
                 if best.objective < before.objective * (1.0 - SAME):
                     break
@@ -164,7 +168,7 @@ class PlanSolver(PlanningProblem):
         near, values = self._find_promising(best)
         lists = [near.take(np.argsort(values, kind="stable")[:POLISH_RIVALS])]
         if self.settings.schedule == "1f1b" and len(near):
-            found = self.in_place(best).play_rows(near, joint=True)
+            found = self.make_incumbent(best).play_rows(near, joint=True)
             yield [found.combine()]
             quickest = np.argsort(found.value_alone(), kind="stable")[:POLISH_RIVALS]
             lists.append(found.near.take(quickest))
@@ -184,19 +188,19 @@ class PlanSolver(PlanningProblem):
         best.
         """
         slow = best.rows.take(best.priced.latency_s > SLOW * best.priced.latency_s.max())
-        even = equal_shares(best.chain, self.tables.snapshot.radio.bandwidth_hz)
-        for now in map(self.in_place, (best, self.priced(best.chain, even, best.rho))):
+        even = share_equally(best.chain, self.tables.snapshot.radio.bandwidth_hz)
+        for now in map(self.make_incumbent, (best, self.price(best.chain, even, best.rho))):
             yield now.play_rows(near, joint=True).grow(slow, now.play_rows).combine()
 
-    def in_place(self, now: Solution) -> Incumbent:
+    def make_incumbent(self, now: Solution) -> Incumbent:
         """Make ``now`` the plan whose rows may be replaced."""
         costs = self.estimates(now.chain, now.priced)
         return Incumbent(self, now.rows, costs, now.allocation.edge_hz_r)
 
     def _find_promising(self, best: Solution) -> tuple[Layouts, Array]:
         """Find rows a move away that by dual prices cost little more, and how much, (R,)."""
-        scorer, now = Scorer(self, self.dual_prices(best)), best.rows
-        near = stack_layouts([self.neighbours(now), pair_batches(now, self.batches())[1]])
+        scorer, now = Scorer(self, self.make_dual_prices(best)), best.rows
+        near = stack_layouts([self.list_neighbours(now), pair_batches(now, self.list_batches())[1]])
         values = scorer.score(near, now) - scorer.score(now, now)[near.cluster_r]
         promising = values < WORTH_A_TRY * best.objective
         return near.take(promising), values[promising]
@@ -206,7 +210,7 @@ class PlanSolver(PlanningProblem):
         while True:
             before = best
             for rows in self._propose_moves(best):
-                trial = self.radio(rows, before.allocation.edge_hz_r)
+                trial = self.optimize_radio(rows, before.allocation.edge_hz_r)
                 best = min(best, trial, key=lambda s: s.objective)
             if not best.objective < before.objective * (1.0 - WORTHWHILE):
                 return best
@@ -217,7 +221,7 @@ class PlanSolver(PlanningProblem):
         First with the best rows a move away, then with rows further away for clusters that end late
         whatever their bandwidth.
         """
-        yield self.in_place(best).bound_rows(self._find_promising(best)[0]).combine()
+        yield self.make_incumbent(best).bound_rows(self._find_promising(best)[0]).combine()
         chain, hz_m = best.chain, AMPLE * best.allocation.edge_hz_r
         times = compute_full_power_times(chain, hz_m)
         ample = self.estimates(chain, price_rows(chain, times, solve_powers(chain, hz_m, times)))
@@ -225,7 +229,7 @@ class PlanSolver(PlanningProblem):
         late = np.sort(late[ample.latency[late] > SLOW * best.priced.latency_s.max()])
         if not len(late):
             return
-        start = self.fitting(recut_batches(best.rows.take(late), self.batches()))
+        start = self.keep_fitting(recut_batches(best.rows.take(late), self.list_batches()))
         # Seen from the others, which end together, no row of one of them shortens a round.
         nothing = np.zeros(len(best.rows))
         alone = Incumbent(self, best.rows, Estimates(nothing, nothing, nothing), hz_m)
@@ -236,17 +240,17 @@ class PlanSolver(PlanningProblem):
         """Alternate segments and radio from ``best`` on while the objective falls."""
         search = search or Search(self)
         for _ in range(self.settings.rounds_of_search):
-            rows = search.choose(self.dual_prices(best), best.rows)
+            rows = search.choose(self.make_dual_prices(best), best.rows)
             if make_key(rows) == make_key(best.rows):
                 break
-            trial = self.radio(rows, best.allocation.edge_hz_r)
+            trial = self.optimize_radio(rows, best.allocation.edge_hz_r)
             gain = best.objective - trial.objective
             best = min(best, trial, key=lambda s: s.objective)
             if not gain > ENOUGH * best.objective:
                 break
         return best
 
-    def radio(self, rows: Layouts, hz_m: Array | None = None) -> Solution:
+    def optimize_radio(self, rows: Layouts, hz_m: Array | None = None) -> Solution:
         """Optimise bandwidth and powers for one row per cluster (docs/theory.md, "Radio").
 
         For 1F1B the program's formula is not exact: it takes links for hidden that memory is too
@@ -258,16 +262,16 @@ class PlanSolver(PlanningProblem):
         if key not in self._optimized:
             if len(self._optimized) == KEPT_SOLUTIONS:
                 self._optimized.clear()
-            self._optimized[key] = self._optimize_radio(rows)
+            self._optimized[key] = self._solve_radio(rows)
         best = self._optimized[key]
         played_here = self.few and self.settings.schedule == "1f1b"
         return best if hz_m is None or not played_here else self._try_full_power(best, hz_m)
 
-    def _optimize_radio(self, rows: Layouts) -> Solution:
+    def _solve_radio(self, rows: Layouts) -> Solution:
         """Optimise as `radio` does without any bandwidths in place."""
         band_hz = self.tables.snapshot.radio.bandwidth_hz
         chain = make_chain(self.tables, rows, self.settings)
-        rho = self.learning.rho(self.tables, rows)
+        rho = self.learning.compute_rho(self.tables, rows)
         best = now = self._allocate(chain, rho)
         if self.settings.schedule != "1f1b":
             return best
@@ -275,7 +279,7 @@ class PlanSolver(PlanningProblem):
             return self.equalize_finish_times(best)
         excess_s = np.full(len(rows), np.inf)
         for _ in range(CORRECTIONS):
-            said = convex_latency_s(chain, now.allocation.times)
+            said = compute_convex_latency_s(chain, now.allocation.times)
             # The least seen: what is too much with slow links may not be with quicker ones.
             less = np.minimum(excess_s, said - now.priced.latency_s)
             if not (np.abs(less - excess_s) > EXCESS * said).any() or not less.any():
@@ -284,26 +288,26 @@ class PlanSolver(PlanningProblem):
             best = min(best, now, key=lambda s: s.objective)
         return self._try_full_power(best, np.full(len(rows), band_hz / len(rows)))
 
-    def stayed(self, rows: Layouts, hz_m: Array) -> Solution:
+    def stay(self, rows: Layouts, hz_m: Array) -> Solution:
         """Optimise the radio of rows in place, starting from the bandwidths in place, ``hz_m``.
 
         Under 1F1B full power suits many clusters, so that no program has to be solved for them.
         """
         if self.few or self.settings.schedule != "1f1b":
-            return self.radio(rows)
+            return self.optimize_radio(rows)
         chain = make_chain(self.tables, rows, self.settings)
-        rho = self.learning.rho(self.tables, rows)
+        rho = self.learning.compute_rho(self.tables, rows)
         price = np.full(len(rows), self.latency_price * rho / len(rows))
         now = Allocation(
             edge_hz_r=hz_m, times=compute_full_power_times(chain, hz_m), latency_price_r=price
         )
-        return self.equalize_finish_times(self.priced(chain, now, rho))
+        return self.equalize_finish_times(self.price(chain, now, rho))
 
     def _try_full_power(self, best: Solution, hz_m: Array) -> Solution:
         """Try the rows of ``best`` at full power over these bandwidths; return the better one."""
         times = compute_full_power_times(best.chain, hz_m)
         allocation = replace(best.allocation, edge_hz_r=hz_m, times=times)
-        trial = self.priced(best.chain, allocation, best.rho, best)
+        trial = self.price(best.chain, allocation, best.rho, best)
         return min(best, trial, key=lambda s: s.objective)
 
     def play(self, solution: Solution) -> Solution:
@@ -317,7 +321,7 @@ class PlanSolver(PlanningProblem):
     def equalize_finish_times(self, best: Solution) -> Solution:
         """Give clusters at full power the bandwidths to end together, if that is better."""
         band_hz = self.tables.snapshot.radio.bandwidth_hz
-        hz_m = levelled_hz(best.chain, best.allocation.edge_hz_r, band_hz)
+        hz_m = equalize_hz(best.chain, best.allocation.edge_hz_r, band_hz)
         return self._try_full_power(best, hz_m)
 
     def shift_bandwidth(self, best: Solution) -> Solution:
@@ -335,16 +339,16 @@ class PlanSolver(PlanningProblem):
 
     def _allocate(self, chain: Chain, rho: float, excess_s: Array | float = 0.0) -> Solution:
         """Optimise the radio, taking the formula's latencies for ``excess_s`` too high."""
-        most = 0.9 * convex_latency_s(chain, None)
+        most = 0.9 * compute_convex_latency_s(chain, None)
         allocation = allocate(
             replace(chain, fixed_s=chain.fixed_s - np.minimum(excess_s, most)),
             gather_members(self.price_mi, chain.rows),
             latency_price=self.latency_price * rho,
             bandwidth_hz=self.tables.snapshot.radio.bandwidth_hz,
         )
-        return self.priced(chain, allocation, rho)
+        return self.price(chain, allocation, rho)
 
-    def priced(
+    def price(
         self, chain: Chain, allocation: Allocation, rho: float, best: Solution | None = None
     ) -> Solution:
         """Compute latency, energy and objective of a decision.
@@ -368,15 +372,15 @@ class PlanSolver(PlanningProblem):
 
     def _objective(self, chain: Chain, priced: RowPrices, rho: float) -> float:
         late = self.latency_price * rho * float(priced.latency_s.max())
-        return late + float(self.worth(chain, priced).sum())
+        return late + float(self.price_energy(chain, priced).sum())
 
-    def opening_prices(self) -> DualPrices:
+    def make_opening_prices(self) -> DualPrices:
         """Start with equal bandwidth, and every cluster's second at the round's price."""
         clusters = self.tables.num_clusters
         hz_m = np.full(clusters, self.tables.snapshot.radio.bandwidth_hz / clusters)
         return DualPrices(np.zeros(clusters), np.full(clusters, self.latency_price), hz_m)
 
-    def dual_prices(self, now: Solution) -> DualPrices:
+    def make_dual_prices(self, now: Solution) -> DualPrices:
         """Return the dual prices at the solution ``now``."""
         ceiling_m, radio = find_others_max(now.priced.latency_s), now.allocation
         return DualPrices(ceiling_m, radio.latency_price_r, radio.edge_hz_r)

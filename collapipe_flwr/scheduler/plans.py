@@ -37,7 +37,7 @@ def check_cluster_plan(plan: ClusterPlan, num_blocks: int | None = None) -> None
         _check_hops(where, plan)
 
 
-def strangers(plan: ClusterPlan, profile: ClusterProfile) -> list[str]:
+def list_strangers(plan: ClusterPlan, profile: ClusterProfile) -> list[str]:
     """List the untrusted devices that would hold some of the cluster's trusted blocks."""
     trusted = {device.device_id for device in profile.devices if device.trusted}
     held = (s.device_ids for s in plan.segments if s.first_block < profile.trusted_blocks)
@@ -47,7 +47,7 @@ def strangers(plan: ClusterPlan, profile: ClusterProfile) -> list[str]:
 def check_privacy(plan: ClusterPlan, profile: ClusterProfile) -> None:
     """Raise ScheduleError, whoever made the plan, where it takes blocks or labels to strangers."""
     where = f"plan of cluster {plan.cluster_id!r}"
-    if names := strangers(plan, profile):
+    if names := list_strangers(plan, profile):
         raise ScheduleError(
             f"{where} gives blocks below privacy.trusted-blocks={profile.trusted_blocks} to "
             f"{', '.join(names)}, which its cluster does not trust: plan it again, or write "

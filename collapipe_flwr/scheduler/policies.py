@@ -16,8 +16,8 @@ from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
-from collapipe_flwr.scheduler.decision import closing_s
-from collapipe_flwr.scheduler.dssda import Dssda, usable_plans
+from collapipe_flwr.scheduler.decision import compute_closing_s
+from collapipe_flwr.scheduler.dssda import Dssda, select_usable_plans
 from collapipe_flwr.scheduler.protocol import Nested, Scheduler, SchedulerConfig, SchedulerState
 from collapipe_flwr.scheduler.rules import RULES, RuleScheduler
 
@@ -30,13 +30,13 @@ class Static(Dssda):
 
     def step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Plan once, then repeat; plan again when a cluster or device came or went."""
-        usable = usable_plans(state.last_plan, snapshot)
+        usable = select_usable_plans(state.last_plan, snapshot)
         if state.last_plan is None or len(usable) < len(snapshot.clusters):
             return Dssda.step(self, state, snapshot)
         plan = replace(state.last_plan, round_index=snapshot.round_index, clusters=usable)
         if 0 < len(usable) < len(state.last_plan.clusters):
             latency_m = np.array([cluster.latency_s for cluster in usable])
-            closes_s = closing_s(latency_m, self.settings.late_slack or np.inf)
+            closes_s = compute_closing_s(latency_m, self.settings.late_slack or np.inf)
             plan = replace(plan, latency_s=closes_s)
         return plan, replace(state, rounds=state.rounds + 1, last_plan=plan)
 
@@ -47,17 +47,17 @@ class LatencyOnly(Dssda):
 
     name: str = "latency-only"
 
-    def _started(self, state: SchedulerState, snapshot: Snapshot) -> SchedulerState:
+    def _start(self, state: SchedulerState, snapshot: Snapshot) -> SchedulerState:
         """Start with empty queues, which this policy ignores."""
         del snapshot
         return replace(state, weight=self.settings.penalty_weight or USUAL_WEIGHT)
 
-    def _placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
+    def _settle_placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
         """Keep place-holders as they are."""
         del accounts_j
         return state.placeholder_j
 
-    def _room(self, tables: Tables, state: SchedulerState) -> Array:
+    def _compute_room(self, tables: Tables, state: SchedulerState) -> Array:
         """Return infinite room: this policy has no limit."""
         del state
         return np.full_like(tables.members.budget_mi, np.inf)

@@ -17,7 +17,7 @@ from collapipe_flwr.costs.arrays import Array, Ints, Mask
 from collapipe_flwr.costs.convergence import find_others_max
 from collapipe_flwr.costs.layouts import Layouts, stack_layouts
 from collapipe_flwr.costs.work import count_steps
-from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem, joined
+from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem, join_estimates
 from collapipe_flwr.scheduler.scorer import Scorer
 
 CHANGES = 60  # of single clusters that a pick tries after that
@@ -47,14 +47,14 @@ class Pool:
         """Append ``more`` rows."""
         return Pool(
             stack_layouts([self.rows, more.rows]),
-            joined([self.costs, more.costs]),
+            join_estimates([self.costs, more.costs]),
             np.concatenate([self.pair_r, more.pair_r]),
         )
 
 
 def pool_of(problem: PlanningProblem, scorer: Scorer, rows: Layouts) -> Pool:
     """Keep the rows that fit their memories and have micro-batches of the grid."""
-    pair = problem.pair_of(rows)
+    pair = problem.find_pairs(rows)
     costs = scorer.estimates(rows)
     return Pool(rows, costs, pair).take((pair >= 0) & np.isfinite(costs.worth))
 
@@ -127,8 +127,8 @@ class PlanSelector:
         """
         problem, owner, worth = self.problem, self._kinds.cluster_r, self.pool.costs.worth
         now, length = self.pool.rows.take(near), self._lengths
-        rho = problem.learning.rho_rows(problem.tables, self._kinds, now)
-        added = problem.latency_price * (rho - problem.learning.rho(problem.tables, now))
+        rho = problem.learning.compute_row_rhos(problem.tables, self._kinds, now)
+        added = problem.latency_price * (rho - problem.learning.compute_rho(problem.tables, now))
         starts = np.searchsorted(owner, np.arange(problem.tables.num_clusters))
         rows = self._within.rows(length)
         values = np.where(rows >= 0, length[:, None] * added + worth[rows], np.inf)
@@ -155,7 +155,9 @@ class PlanSelector:
     def _values(self, choices: Ints) -> Array:
         """Compute `value` of each choice, clusters on the last axis."""
         problem, latency, worth = self.problem, self.pool.costs.latency, self.pool.costs.worth
-        rho = problem.learning.rhos(problem.tables, self._steps[choices], self._batches[choices])
+        rho = problem.learning.compute_rhos(
+            problem.tables, self._steps[choices], self._batches[choices]
+        )
         slowest = latency[choices].max(-1)
         return np.asarray(problem.latency_price * rho * slowest + worth[choices].sum(-1))
 
@@ -200,8 +202,8 @@ class PlanSelector:
         return np.asarray(late + pool.costs.worth + rest[owner])
 
     def _rho(self, now: Layouts) -> Array:
-        """Compute `Learning.rho_rows` of the pool."""
-        rho = self.problem.learning.rho_rows(self.problem.tables, self._kinds, now)
+        """Compute `Learning.compute_row_rhos` of the pool."""
+        rho = self.problem.learning.compute_row_rhos(self.problem.tables, self._kinds, now)
         return np.asarray(rho[self._kind_r])
 
 
@@ -214,7 +216,7 @@ class Within:
         rank[thrifty] = np.arange(len(rank))
         order = np.lexsort((pool.costs.latency, kind_r))
         starts = np.flatnonzero(np.diff(kind_r[order], prepend=-1))
-        self._seconds = np.split(pool.costs.latency[order], starts[1:])
+        self._bound_seconds = np.split(pool.costs.latency[order], starts[1:])
         # Later kinds lie below earlier ones, so that one running minimum serves all.
         lower = kind_r[order] * len(rank)
         self._thriftiest = thrifty[np.minimum.accumulate(rank[order] - lower) + lower]
@@ -222,7 +224,7 @@ class Within:
 
     def rows(self, seconds_l: Array) -> Ints:
         """Return the row of every kind within every length of a round, (L, K); -1 without one."""
-        quick = [np.searchsorted(s, seconds_l, side="right") for s in self._seconds]
+        quick = [np.searchsorted(s, seconds_l, side="right") for s in self._bound_seconds]
         number = np.stack(quick, axis=1)
         return np.where(number > 0, self._thriftiest[self._before + number], -1)
 
@@ -235,7 +237,7 @@ class Common:
         owner, latency = pool.rows.cluster_r[order], self._costs.latency
         first, gain = _measure_gains(owner, self._costs.worth)
         self._starts = np.flatnonzero(first)
-        rho = problem.learning.rho(problem.tables, pool.rows.take(order[first]))
+        rho = problem.learning.compute_rho(problem.tables, pool.rows.take(order[first]))
         # As the ceiling rises, one cluster after another may take a row that needs less energy.
         rising = np.argsort(latency, kind="stable")
         ceilings = latency[rising]

@@ -18,7 +18,7 @@ from collapipe_flwr.costs.work import count_local_steps, count_steps, fits
 from collapipe_flwr.scheduler.dual_prices import overdrawn
 from collapipe_flwr.scheduler.local_search import Moves
 from collapipe_flwr.scheduler.protocol import Reference, SchedulerConfig
-from collapipe_flwr.scheduler.refusal import refusal
+from collapipe_flwr.scheduler.refusal import explain_refusal
 
 NEVER = 1e3  # stands for "does not reach the target": finite, so that searches can cross it
 TARGET_FACTOR = 1.25  # the target stays this factor above the reference plan's own floor
@@ -32,31 +32,31 @@ class Learning:
     reference_rounds: float
     reference: Reference
 
-    def rho(self, tables: Tables, now: Layouts) -> float:
+    def compute_rho(self, tables: Tables, now: Layouts) -> float:
         """Return the rounds to the target over those of the reference plan."""
-        return float(self.rhos(tables, count_steps(tables, now), now.batch_r))
+        return float(self.compute_rhos(tables, count_steps(tables, now), now.batch_r))
 
-    def rhos(self, tables: Tables, steps: Array, batches: Array) -> Array:
-        """Compute `rho` by steps and batches, clusters on the last axis."""
+    def compute_rhos(self, tables: Tables, steps: Array, batches: Array) -> Array:
+        """Compute `compute_rho` by steps and batches, clusters on the last axis."""
         if self.constants is None:
             return np.ones(steps.shape[:-1])
-        sums = sum_bound(_shares(tables), steps, batches)
+        sums = sum_bound(_compute_shares(tables), steps, batches)
         return np.minimum(self.constants.count_rounds(sums) / self.reference_rounds, NEVER)
 
-    def rho_rows(self, tables: Tables, rows: Layouts, now: Layouts) -> Array:
-        """Compute `rho` for rows that each replace their own cluster's row of ``now``."""
+    def compute_row_rhos(self, tables: Tables, rows: Layouts, now: Layouts) -> Array:
+        """Compute `compute_rho` for rows that each replace their own cluster's row of ``now``."""
         if self.constants is None:
             return np.ones(len(rows))
         old, new = ((count_steps(tables, each), each.batch_r) for each in (now, rows))
-        sums = sum_exchanges(_shares(tables), old, rows.cluster_r, new)
+        sums = sum_exchanges(_compute_shares(tables), old, rows.cluster_r, new)
         return np.minimum(self.constants.count_rounds(sums) / self.reference_rounds, NEVER)
 
 
-def _shares(tables: Tables) -> Array:
+def _compute_shares(tables: Tables) -> Array:
     return np.asarray(tables.examples_m / tables.examples_m.sum())
 
 
-def learning_for(
+def make_learning(
     tables: Tables, constants: LearningConstants | NoiseScale | None, reference: Reference
 ) -> Learning:
     """Price progress at a snapshot; the bound's target stays reachable for the reference plan."""
@@ -65,7 +65,7 @@ def learning_for(
     batch = np.full(
         tables.num_clusters, float(reference.micro_batch_size * reference.micro_batches)
     )
-    sums = sum_bound(_shares(tables), count_local_steps(tables.examples_m, batch), batch)
+    sums = sum_bound(_compute_shares(tables), count_local_steps(tables.examples_m, batch), batch)
     if isinstance(constants, LearningConstants):
         target = max(constants.target, TARGET_FACTOR * float(sums.compute_floor(constants)))
         constants = replace(constants, target=target)
@@ -89,7 +89,7 @@ class Estimates:
         return Estimates(self.latency[index], self.soft[index], self.worth[index])
 
 
-def joined(parts: Sequence[Estimates]) -> Estimates:
+def join_estimates(parts: Sequence[Estimates]) -> Estimates:
     """Those of all ``parts``, one after the other."""
     columns = ([part.latency, part.soft, part.worth] for part in parts)
     return Estimates(*map(np.concatenate, zip(*columns, strict=True)))
@@ -111,9 +111,9 @@ class PlanningProblem:
 
     def estimates(self, chain: Chain, priced: RowPrices) -> Estimates:
         """Return the costs of rows that have been priced with their hop times."""
-        return Estimates(priced.latency_s, priced.latency_s, self.worth(chain, priced))
+        return Estimates(priced.latency_s, priced.latency_s, self.price_energy(chain, priced))
 
-    def worth(self, chain: Chain, priced: RowPrices) -> Array:
+    def price_energy(self, chain: Chain, priced: RowPrices) -> Array:
         """Price the energy of every row, with the surcharge on what overdraws an account."""
         energy = (gather_members(self.price_mi, chain.rows) * priced.energy_j).sum(1)
         room = gather_members(self.room_mi, chain.rows, padding=np.inf)[:, 1:]
@@ -121,33 +121,33 @@ class PlanningProblem:
         over = overdrawn(chain.computing_j[:, 1:], room, budget).sum(1)
         return np.asarray(energy + self.latency_price * over * priced.latency_s)
 
-    def batches(self) -> Ints:
+    def list_batches(self) -> Ints:
         """Return all (size, count) pairs."""
         return np.array(self.settings.batches, dtype=np.int64)
 
-    def pair_of(self, rows: Layouts) -> Ints:
+    def find_pairs(self, rows: Layouts) -> Ints:
         """Return the place of every row's micro-batches in ``batches()``, -1 outside the grid."""
-        batches = self.batches()
+        batches = self.list_batches()
         most = (rows.micro_batch_size_r.max(initial=0), rows.micro_batches_r.max(initial=0))
         table = np.full(np.maximum(batches.max(0), most) + 1, -1)
         table[*batches.T] = np.arange(len(batches))
         return np.asarray(table[rows.micro_batch_size_r, rows.micro_batches_r])
 
-    def device_counts(self) -> Ints:
+    def count_devices(self) -> Ints:
         """Count the devices of every cluster, without control units."""
         return np.asarray(self.tables.members.present_mi.sum(1) - 1, dtype=np.int64)
 
-    def neighbours(self, rows: Layouts) -> Layouts:
+    def list_neighbours(self, rows: Layouts) -> Layouts:
         """Return every single move from every row, any device of its cluster coming in."""
         cost = np.where(self.tables.members.present_mi, 1.0, np.inf)
         cost[:, 0] = np.inf
         return Moves(rows, cost, cost.shape[1]).all()
 
-    def fitting(self, rows: Layouts) -> Layouts:
+    def keep_fitting(self, rows: Layouts) -> Layouts:
         """Keep the rows that fit all memories."""
         return rows.take(fits(self.tables, rows, self.settings))
 
     def refuse(self, short: Ints) -> NoReturn:
         """Raise InfeasibleError: which memory is too small for the first of these, what to do."""
-        why = refusal(self.tables, int(short[0]), self.settings)
+        why = explain_refusal(self.tables, int(short[0]), self.settings)
         raise InfeasibleError(why, self.tables.list_names(short))

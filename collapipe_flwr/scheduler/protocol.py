@@ -77,7 +77,7 @@ class SchedulerState:
     spare_plan: Plan | None = None
 
 
-def reference_of(state: SchedulerState) -> Reference:
+def require_reference(state: SchedulerState) -> Reference:
     """Return the reference plan; raises ScheduleError for a state that no ``init`` made."""
     if state.reference is None:
         raise ScheduleError("the scheduler's state has no reference plan: start it with init()")
@@ -209,7 +209,7 @@ class SchedulerConfig(PricingOptions):
         counts = tuple(sorted({size * count for size, count in self.batches}))
         return replace(self, micro_batch_sizes=(1,), micro_batches=counts)
 
-    def aimed(self, rounds: int) -> float:
+    def aim_share(self, rounds: int) -> float:
         """Return the share of its budget that a device gets for the ``rounds``-th round, from 1."""
         repaid = self.energy_advance / REPAID if rounds <= REPAID else 0.0
         return (1.0 - self.budget_margin) * (1.0 - repaid)

@@ -15,20 +15,20 @@ from collapipe_flwr.core.domain import BlockCost
 from collapipe_flwr.costs.arrays import Mask
 from collapipe_flwr.costs.tables import Tables
 from collapipe_flwr.costs.work import count_end_bytes, find_least_flight
-from collapipe_flwr.scheduler.model_share import holds_all, segment_needs
+from collapipe_flwr.scheduler.model_share import compute_segment_needs, holds_all
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 
 _MIB = 2.0**20
 _MOST_DIGITS = 6
 
 
-def refusal(tables: Tables, m: int, settings: SchedulerConfig) -> str:
+def explain_refusal(tables: Tables, m: int, settings: SchedulerConfig) -> str:
     """One sentence on cluster ``m``, which no plan fits."""
-    if why := too_little_trust(tables, m, settings):
+    if why := explain_trust(tables, m, settings):
         return why
     name = tables.snapshot.clusters[m].profile.cluster_id
     size, count = min(settings.batches)
-    why = "; ".join(_shortages(tables, m, settings))
+    why = "; ".join(_list_shortages(tables, m, settings))
     return (
         f"cluster {name!r}: no plan fits its memories even with {count} micro-batches of {size} "
         f"({why}): add a device, allow smaller micro-batch-sizes or micro-batches, or choose a "
@@ -36,7 +36,7 @@ def refusal(tables: Tables, m: int, settings: SchedulerConfig) -> str:
     )
 
 
-def too_little_trust(tables: Tables, m: int, settings: SchedulerConfig) -> str:
+def explain_trust(tables: Tables, m: int, settings: SchedulerConfig) -> str:
     """One sentence on what would fit, where trusted blocks alone keep plans away; else empty."""
     profile = tables.snapshot.clusters[m].profile
     most = min(profile.trusted_blocks, tables.num_blocks)
@@ -57,9 +57,9 @@ def too_little_trust(tables: Tables, m: int, settings: SchedulerConfig) -> str:
     names = [device.device_id for device in profile.devices]
     here = ", ".join(name for name, is_so in zip(names, trusted, strict=True) if is_so)
     wanted = [name for name, is_so in zip(names, more & ~trusted, strict=True) if is_so]
-    need = float(segment_needs(tables, settings, m)[0, most])
+    need = float(compute_segment_needs(tables, settings, m)[0, most])
     have = (1.0 - settings.memory_margin) * float(room[trusted].sum())
-    short = f", which need {compared(need, have, 'they have')}" if here and need > have else ""
+    short = f", which need {compare_sizes(need, have, 'they have')}" if here and need > have else ""
     return (
         f"cluster {profile.cluster_id!r}: privacy.trusted-blocks is {most}, but "
         f"{f'its trusted devices ({here}) cannot' if here else 'no trusted device is there to'} "
@@ -68,12 +68,12 @@ def too_little_trust(tables: Tables, m: int, settings: SchedulerConfig) -> str:
     )
 
 
-def _shortages(tables: Tables, m: int, settings: SchedulerConfig) -> Iterator[str]:
+def _list_shortages(tables: Tables, m: int, settings: SchedulerConfig) -> Iterator[str]:
     snapshot, usable = tables.snapshot, 1.0 - settings.memory_margin
     profile = snapshot.clusters[m].profile
     model = snapshot.model_of(profile)
     room = [usable * device.memory_bytes for device in profile.devices]
-    needs = segment_needs(tables, settings, m)
+    needs = compute_segment_needs(tables, settings, m)
     blocks = range(len(needs) - 1)
     largest = max(float(needs[block, block + 1]) for block in blocks)
     together = float(needs[0, -1])
@@ -83,35 +83,38 @@ def _shortages(tables: Tables, m: int, settings: SchedulerConfig) -> Iterator[st
     parts = (
         (
             "the control unit",
-            _need(model.embedding, 2, settings),
+            _count_need(model.embedding, 2, settings),
             usable * profile.control_unit.memory_bytes,
         ),
-        (head, _need(model.decoder, 0, settings), edge),
+        (head, _count_need(model.decoder, 0, settings), edge),
         ("a device for one block", largest, max(room, default=0.0)),
         (f"the {len(room)} devices together", together, sum(room)),
     )
     short = [part for part in parts if part[1] > part[2]]
     for name, need, have in short:
         verbs = ("need", "have") if name.endswith("together") else ("needs", "has")
-        yield f"{name} {verbs[0]} {compared(need, have, verbs[1])}"
+        yield f"{name} {verbs[0]} {compare_sizes(need, have, verbs[1])}"
     if not short:
         yield (
-            f"all blocks need {_mib(together, 1)} MiB and the {len(room)} devices have "
-            f"{_mib(sum(room), 1)} MiB in all, but no cut into contiguous segments keeps every "
-            "device within its own"
+            f"all blocks need {_format_mib(together, 1)} MiB and the {len(room)} devices have "
+            f"{_format_mib(sum(room), 1)} MiB in all, but no cut into contiguous segments keeps "
+            "every device within its own"
         )
 
 
-def _need(end: BlockCost, behind: int, settings: SchedulerConfig) -> float:
+def _count_need(end: BlockCost, behind: int, settings: SchedulerConfig) -> float:
     size, count = min(settings.batches)
     return float(count_end_bytes(end, size, find_least_flight(count, behind, settings)))
 
 
-def compared(need: float, have: float, verb: str) -> str:
+def compare_sizes(need: float, have: float, verb: str) -> str:
     """Both numbers, with as many digits as tell them apart."""
-    digits = next((d for d in range(_MOST_DIGITS) if _mib(need, d) != _mib(have, d)), _MOST_DIGITS)
-    return f"{_mib(need, digits)} MiB and {verb} {_mib(have, digits)} MiB for plans"
+    digits = next(
+        (d for d in range(_MOST_DIGITS) if _format_mib(need, d) != _format_mib(have, d)),
+        _MOST_DIGITS,
+    )
+    return f"{_format_mib(need, digits)} MiB and {verb} {_format_mib(have, digits)} MiB for plans"
 
 
-def _mib(size: float, digits: int) -> str:
+def _format_mib(size: float, digits: int) -> str:
     return f"{size / _MIB:.{digits}f}"

@@ -35,7 +35,7 @@ from collapipe_flwr.costs.layouts import sum_spans
 from collapipe_flwr.costs.tables import tabulate_blocks
 from collapipe_flwr.costs.work import AHEAD, BACK, PricingOptions, count_segment_bytes
 from collapipe_flwr.scheduler.plans import dry_run_plan
-from collapipe_flwr.scheduler.refusal import compared
+from collapipe_flwr.scheduler.refusal import compare_sizes
 from collapipe_flwr.scheduler.segment_dp import (
     Path,
     SegmentProblem,
@@ -75,17 +75,17 @@ def replan(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan:
     """
     if plan.model_share is not None:
         try:
-            return _replanned(plan, rest)
+            return _replan_once(plan, rest)
         except InfeasibleError:
             plan = replace(plan, model_share=None)
-    return _replanned(plan, rest)
+    return _replan_once(plan, rest)
 
 
-def _replanned(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan:
+def _replan_once(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan:
     devices = rest.devices
     if not devices:
-        raise InfeasibleError(_refusal(plan, rest))
-    problem = _problem(plan, rest)
+        raise InfeasibleError(_explain_refusal(plan, rest))
+    problem = _make_problem(plan, rest)
     order: Shortest = any_order
     if len(devices) > MOST_IN_ANY_ORDER:
         speeds = [-device.speed_flop_per_s for device in devices]
@@ -93,13 +93,13 @@ def _replanned(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan:
     try:
         path = best_path(problem, order)
     except InfeasibleError as error:
-        raise InfeasibleError(_refusal(plan, rest)) from error
-    found = _with_segments(plan, rest, path, path.value(problem))
+        raise InfeasibleError(_explain_refusal(plan, rest)) from error
+    found = _set_segments(plan, rest, path, path.value(problem))
     dry_run_plan(found)
     return found
 
 
-def _problem(plan: ClusterPlan, rest: ReplanInput) -> SegmentProblem:
+def _make_problem(plan: ClusterPlan, rest: ReplanInput) -> SegmentProblem:
     """Seconds of one step, per device, first block and block behind."""
     devices, blocks, size = rest.devices, tabulate_blocks(rest.model), plan.micro_batch_size
     speed = np.array([d.speed_flop_per_s for d in devices])[:, None, None]
@@ -111,7 +111,7 @@ def _problem(plan: ClusterPlan, rest: ReplanInput) -> SegmentProblem:
         back = back + ahead
     room = np.array([d.memory_bytes for d in devices])[:, None, None]
     room = np.minimum(room * (1.0 - plan.memory_margin), plan.most_bytes)
-    need = _segment_bytes(plan, rest)
+    need = _count_segment_bytes(plan, rest)
     allowed = np.tri(len(need), k=-1, dtype=bool).T
     allowed = allowed & (need <= room)
     allowed &= np.arange(len(need))[:, None] >= np.array(rest.first_blocks)[:, None, None]
@@ -132,7 +132,7 @@ def _problem(plan: ClusterPlan, rest: ReplanInput) -> SegmentProblem:
     )
 
 
-def _segment_bytes(plan: ClusterPlan, rest: ReplanInput) -> Array:
+def _count_segment_bytes(plan: ClusterPlan, rest: ReplanInput) -> Array:
     """Peak bytes of every span of blocks, (L + 1, L + 1), at the most micro-batches in flight."""
     flight = plan.micro_batches
     if plan.execution.schedule == "1f1b":
@@ -141,11 +141,11 @@ def _segment_bytes(plan: ClusterPlan, rest: ReplanInput) -> Array:
     return count_segment_bytes(tabulate_blocks(rest.model), options, plan.micro_batch_size, flight)
 
 
-def _with_segments(plan: ClusterPlan, rest: ReplanInput, path: Path, step_s: float) -> ClusterPlan:
+def _set_segments(plan: ClusterPlan, rest: ReplanInput, path: Path, step_s: float) -> ClusterPlan:
     """Put the path's segments into the plan, by name; predictions count computing alone."""
     chosen = [rest.devices[n] for n in path.devices]
     spans = list(zip((0, *path.stops[:-1]), path.stops, strict=True))
-    need = _segment_bytes(plan, rest)
+    need = _count_segment_bytes(plan, rest)
     members = (rest.profile.control_unit, *chosen)
     # One more per stage upstream of the edge, whose depth is fixed while its session is open.
     edge = plan.warmup_depth[-1]
@@ -164,46 +164,46 @@ def _with_segments(plan: ClusterPlan, rest: ReplanInput, path: Path, step_s: flo
         },
         latency_s=plan.local_steps * step_s,
         step_s=step_s,
-        energy_j=_energy_j(plan, rest, members, spans),
+        energy_j=_compute_energy_j(plan, rest, members, spans),
         memory_bytes={
             device.device_id: int(need[span]) for device, span in zip(chosen, spans, strict=True)
         },
-        hops=_hops(plan, [d.device_id for d in chosen]),
+        hops=_choose_hops(plan, [d.device_id for d in chosen]),
     )
 
 
-def _hops(plan: ClusterPlan, device_ids: Sequence[str]) -> tuple[LinkConfig, ...]:
+def _choose_hops(plan: ClusterPlan, device_ids: Sequence[str]) -> tuple[LinkConfig, ...]:
     """As planned between parties that were neighbours; elsewhere coarse, and of unknown rate."""
     if not plan.hops:
         return ()
-    known = dict(zip(_neighbours([s.device_id for s in plan.segments]), plan.hops, strict=True))
+    known = dict(zip(_list_hops([s.device_id for s in plan.segments]), plan.hops, strict=True))
     coarsest = max((hop.codec for hop in plan.hops), key=CODECS.index)
-    return tuple(known.get(pair, LinkConfig(codec=coarsest)) for pair in _neighbours(device_ids))
+    return tuple(known.get(pair, LinkConfig(codec=coarsest)) for pair in _list_hops(device_ids))
 
 
-def _neighbours(device_ids: Sequence[str]) -> list[tuple[str, str]]:
+def _list_hops(device_ids: Sequence[str]) -> list[tuple[str, str]]:
     """List the hops of a chain between control unit and edge, both without a name."""
     return list(pairwise(["", *device_ids, ""]))
 
 
-def _energy_j(
+def _compute_energy_j(
     plan: ClusterPlan,
     rest: ReplanInput,
     members: Sequence[DeviceProfile],
     spans: Sequence[tuple[int, int]],
 ) -> dict[str, float]:
     """Joules of computing in the whole round; the control unit comes first."""
-    examples = _examples(plan)
+    examples = _count_examples(plan)
     blocks, embedding = tabulate_blocks(rest.model), rest.model.embedding
     work = sum_spans(blocks.forward_flop_l) + sum_spans(blocks.backward_flop_l)
     flops = [embedding.forward_flop + embedding.backward_flop, *(float(work[s]) for s in spans)]
     pairs = zip(members, flops, strict=True)
     spent = {m.device_id: m.energy_per_flop_j * flop * examples for m, flop in pairs}
     edge = next((each for each in rest.profile.edges if each.id == plan.edge), None)
-    return with_head(spent, plan, edge, rest.model)
+    return add_head(spent, plan, edge, rest.model)
 
 
-def with_head(
+def add_head(
     energy_j: Mapping[str, float],
     plan: ClusterPlan,
     edge: EdgeProfile | None,
@@ -213,16 +213,16 @@ def with_head(
     """Add a share of the joules of computing the head, if a member of the cluster is the edge."""
     if edge is None or not edge.device_id:
         return dict(energy_j)
-    flop = (model.decoder.forward_flop + model.decoder.backward_flop) * _examples(plan)
+    flop = (model.decoder.forward_flop + model.decoder.backward_flop) * _count_examples(plan)
     joules = energy_j.get(edge.device_id, 0.0) + share * edge.energy_per_flop_j * flop
     return {**energy_j, edge.device_id: max(joules, 0.0)}
 
 
-def _examples(plan: ClusterPlan) -> int:
+def _count_examples(plan: ClusterPlan) -> int:
     return plan.local_steps * plan.micro_batches * plan.micro_batch_size
 
 
-def _refusal(plan: ClusterPlan, rest: ReplanInput) -> str:
+def _explain_refusal(plan: ClusterPlan, rest: ReplanInput) -> str:
     gone = [d.device_id for d in rest.profile.devices if d.device_id not in rest.present]
     if not rest.devices:
         return (
@@ -236,9 +236,9 @@ def _refusal(plan: ClusterPlan, rest: ReplanInput) -> str:
             f"hold the first of the blocks, and privacy.trusted-blocks is {most}: bring it back, "
             "or trust another one"
         )
-    need = float(_segment_bytes(plan, rest)[0, -1])
+    need = float(_count_segment_bytes(plan, rest)[0, -1])
     room = (1.0 - plan.memory_margin) * sum(d.memory_bytes for d in rest.devices)
-    why = f"all blocks need {compared(need, room, 'they have')}"
+    why = f"all blocks need {compare_sizes(need, room, 'they have')}"
     if need <= room:
         why += ", but no cut into contiguous segments keeps every device within its own"
         why += f" and the first {most} of them on trusted ones" if most else ""
@@ -251,7 +251,7 @@ def _refusal(plan: ClusterPlan, rest: ReplanInput) -> str:
     )
 
 
-def without_lost(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan | None:
+def drop_lost(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan | None:
     """Return the plan for the devices of ``rest``; None where that needs blocks to move.
 
     A step is predicted to take as much longer as the stage that lost most.

@@ -28,13 +28,13 @@ MOST_CHANGES = 8
 MOST_SLACK = 3  # micro-batches more in flight per stage than the textbook has
 
 
-def with_replicas(plan: Plan, problem: PlanningProblem, rho: float) -> Plan:
+def add_replicas(plan: Plan, problem: PlanningProblem, rho: float) -> Plan:
     """Add replicas to ``plan`` in the clusters that make the round long."""
     if len(plan.clusters) > MOST_CLUSTERS:
         return plan
     for _ in range(MOST_CHANGES):
         m = max(range(len(plan.clusters)), key=lambda c: plan.clusters[c].latency_s)
-        better = _Changes(problem, rho, plan, m).best()
+        better = _Changes(problem, rho, plan, m).find_best()
         if better is None:
             break
         clusters = (*plan.clusters[:m], better, *plan.clusters[m + 1 :])
@@ -53,16 +53,16 @@ class _Changes:
             (c.latency_s for c in plan.clusters if c is not self._now), default=0.0
         )
 
-    def best(self) -> ClusterPlan | None:
+    def find_best(self) -> ClusterPlan | None:
         """Find the change that gains most; None where none is worth it."""
         now = self._make_pricing(self._now).price()
-        value = self._pays(now.latency_s, now.spent_j)
+        value = self._price(now.latency_s, now.spent_j)
         least, found = value - WORTH * abs(value), None
         for segments, hops in self._propose_segments(now.slowest_stage):
             for plan, costs in self._propose_candidates(
                 segments, now.hop_s[list(hops)], hops, least
             ):
-                value = self._pays(costs.latency_s, costs.spent_j)
+                value = self._price(costs.latency_s, costs.spent_j)
                 if self._is_allowed(costs) and value < least:
                     least, found = value, _apply_costs(plan, costs)
         return found
@@ -103,7 +103,7 @@ class _Changes:
         for depths in self._propose_depths(plan):
             deep = replace(plan, warmup_depth=depths)
             pricing = self._make_pricing(deep)
-            if not self._pays(*pricing.bound_costs()) < least:
+            if not self._price(*pricing.bound_costs()) < least:
                 return
             costs = pricing.price()
             yield deep, costs
@@ -129,7 +129,7 @@ class _Changes:
         room, at = self._problem.room_mi[self._m], self._members
         return costs.fits and all(j <= room[at[n]] for n, j in costs.spent_j.items() if n in at)
 
-    def _pays(self, latency_s: float, energy_j: Mapping[str, float]) -> float:
+    def _price(self, latency_s: float, energy_j: Mapping[str, float]) -> float:
         """Compute what the cluster pays: seconds of the round, and joules."""
         prices = self._problem.price_mi[self._m]
         head = self._problem.tables.snapshot.clusters[self._m].profile.edge_device

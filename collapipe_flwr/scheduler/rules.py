@@ -22,56 +22,56 @@ from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler.base import (
     Policy,
-    known_budgets,
-    middle_first,
-    planner_for,
-    solution_plan,
+    collect_budgets,
+    make_plan,
+    make_solver,
+    sort_by_middle,
 )
-from collapipe_flwr.scheduler.edges import on_edges
-from collapipe_flwr.scheduler.estimates import with_profiles
+from collapipe_flwr.scheduler.edges import choose_edges
+from collapipe_flwr.scheduler.estimates import estimate_profiles
 from collapipe_flwr.scheduler.initial_layouts import rows_by_weight
-from collapipe_flwr.scheduler.model_share import capped, least_shares, with_model_shares
+from collapipe_flwr.scheduler.model_share import cap_shares, find_least_shares, set_model_shares
 from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerState
-from collapipe_flwr.scheduler.radio.interior_point import equal_shares
-from collapipe_flwr.scheduler.refusal import too_little_trust
+from collapipe_flwr.scheduler.radio.interior_point import share_equally
+from collapipe_flwr.scheduler.refusal import explain_trust
 
 Rule = Callable[[Tables, int], Array]
 """Candidate weights of the devices of cluster m, (C, N); the first that fits wins."""
 
 
-def _devices(tables: Tables, m: int, values_i: Array) -> Array:
+def _select_devices(tables: Tables, m: int, values_i: Array) -> Array:
     """Return the devices' part of members' values, 0 for padding."""
     return np.where(tables.members.present_mi[m, 1:], values_i[1:], 0.0)
 
 
-def _singles(key_n: Array) -> Array:
+def _list_singles(key_n: Array) -> Array:
     """One device each, best key first."""
     order = [int(n) for n in np.argsort(-key_n, kind="stable") if key_n[n] > 0]
     return np.eye(len(key_n))[order]
 
 
-def _uniform(tables: Tables, m: int) -> Array:
-    return _devices(tables, m, np.ones_like(tables.members.speed_mi[m]))[None]
+def _weigh_uniformly(tables: Tables, m: int) -> Array:
+    return _select_devices(tables, m, np.ones_like(tables.members.speed_mi[m]))[None]
 
 
-def _random(tables: Tables, m: int) -> Array:
+def _draw_weights(tables: Tables, m: int) -> Array:
     """Random subsets with random proportions, the same for the same cluster and round."""
     rng = np.random.default_rng([tables.snapshot.round_index, m])
     present = tables.members.present_mi[m, 1:]
     shape = (64, len(present))
     weights = rng.uniform(0.05, 1.0, size=shape) * (rng.random(shape) < 0.6)
     weights = np.where(present, weights, 0.0)
-    return np.concatenate([weights[weights.sum(1) > 0], _uniform(tables, m)])
+    return np.concatenate([weights[weights.sum(1) > 0], _weigh_uniformly(tables, m)])
 
 
 RULES: dict[str, Rule] = {
-    "fedavg": lambda t, m: _singles(_devices(t, m, t.members.speed_mi[m])),
-    "splitfed": lambda t, m: _singles(_devices(t, m, t.gain_mij[m, :, t.edge])),
-    "uniform": _uniform,
-    "memory": lambda t, m: _devices(t, m, t.members.memory_mi[m])[None],
-    "throughput": lambda t, m: _devices(t, m, t.members.speed_mi[m])[None],
-    "random": _random,
+    "fedavg": lambda t, m: _list_singles(_select_devices(t, m, t.members.speed_mi[m])),
+    "splitfed": lambda t, m: _list_singles(_select_devices(t, m, t.gain_mij[m, :, t.edge])),
+    "uniform": _weigh_uniformly,
+    "memory": lambda t, m: _select_devices(t, m, t.members.memory_mi[m])[None],
+    "throughput": lambda t, m: _select_devices(t, m, t.members.speed_mi[m])[None],
+    "random": _draw_weights,
 }
 
 
@@ -96,61 +96,61 @@ class RuleScheduler(Policy):
         Where nothing fits the devices as they showed themselves, they are believed as described.
         Clusters that may choose among edges have their first.
         """
-        snapshot = on_edges(snapshot, {}, state.links)
-        seen, beliefs = with_profiles(snapshot, state.beliefs, self.settings.profile_memory)
+        snapshot = choose_edges(snapshot, {}, state.links)
+        seen, beliefs = estimate_profiles(snapshot, state.beliefs, self.settings.profile_memory)
         try:
             plan = self._plan(state, seen)
         except InfeasibleError:
             if seen is snapshot:
                 raise
             plan = self._plan(state, snapshot)
-        budgets = known_budgets(state.budget_j, snapshot)
+        budgets = collect_budgets(state.budget_j, snapshot)
         after = replace(state, rounds=state.rounds + 1, budget_j=budgets, last_plan=plan)
         return plan, replace(after, beliefs=beliefs)
 
     def _plan(self, state: SchedulerState, snapshot: Snapshot) -> Plan:
         tables = tabulate(snapshot, self.settings.coarsest)
-        limited, shares, choices = self._within_caps(tables)
-        planner = planner_for(limited, state, self.settings)
+        limited, shares, choices = self._find_choices(tables)
+        planner = make_solver(limited, state, self.settings)
         if not self.settings.best_batches:
             picks = [0] * len(choices)
         elif state.last_plan is None:
-            picks = _best_picks(planner, choices)
+            picks = _find_best_picks(planner, choices)
         else:
-            picks = _kept_picks(choices, state.last_plan, snapshot)
-        solution = _at_full_power(planner, _picked(choices, picks))
-        plan = solution_plan(solution, self.name, 1.0)
-        return with_model_shares(plan, shares, tables, self.settings)
+            picks = _keep_picks(choices, state.last_plan, snapshot)
+        solution = _price_full_power(planner, _picked(choices, picks))
+        plan = make_plan(solution, self.name, 1.0)
+        return set_model_shares(plan, shares, tables, self.settings)
 
-    def _within_caps(self, tables: Tables) -> tuple[Tables, Array, list[Layouts]]:
+    def _find_choices(self, tables: Tables) -> tuple[Tables, Array, list[Layouts]]:
         """Capped tables, every cluster's share, (M,), and what each may choose from."""
-        shares = least_shares(tables, self.settings)
+        shares = find_least_shares(tables, self.settings)
         while True:
-            limited = capped(tables, shares, self.settings)
-            choices = [self._choices(limited, m) for m in range(tables.num_clusters)]
+            limited = cap_shares(tables, shares, self.settings)
+            choices = [self._list_choices(limited, m) for m in range(tables.num_clusters)]
             short = [m for m, rows in enumerate(choices) if not len(rows)]
             if not short:
                 return limited, shares, choices
             if not np.isfinite(shares[short]).all():
-                raise self._nothing_fits(tables, short)
+                raise self._make_refusal(tables, short)
             shares[short] = np.inf
 
-    def _choices(self, tables: Tables, m: int) -> Layouts:
+    def _list_choices(self, tables: Tables, m: int) -> Layouts:
         """For every pair of the grid that fits, the rule's first candidate that does.
 
         Pairs near the middle of the grid come first.
         """
-        weights, grid = self.rule(tables, m), middle_first(self.settings)
+        weights, grid = self.rule(tables, m), sort_by_middle(self.settings)
         rows = rows_by_weight(tables, np.full(len(weights), m), weights, tables.num_blocks, grid[0])
         every = stack_layouts([rows.with_batches(*pair) for pair in grid])
         good = fits(tables, every, self.settings).reshape(len(grid), len(rows))
         pairs = np.flatnonzero(good.any(1))
         return every.take(pairs * len(rows) + good[pairs].argmax(1))
 
-    def _nothing_fits(self, tables: Tables, short: Sequence[int]) -> InfeasibleError:
+    def _make_refusal(self, tables: Tables, short: Sequence[int]) -> InfeasibleError:
         names = tables.list_names(short)
         return InfeasibleError(
-            too_little_trust(tables, short[0], self.settings)
+            explain_trust(tables, short[0], self.settings)
             or f"cluster {names[0]!r}: policy {self.name!r} finds "
             "no layout that fits its devices' memories: use another policy, smaller micro-batches "
             "or larger devices",
@@ -164,22 +164,22 @@ def _picked(choices: Sequence[Layouts], picks: Sequence[int]) -> Layouts:
     return stack_layouts(rows)
 
 
-def _at_full_power(planner: PlanSolver, rows: Layouts) -> Solution:
+def _price_full_power(planner: PlanSolver, rows: Layouts) -> Solution:
     chain = make_chain(planner.tables, rows, planner.settings)
-    shares = equal_shares(chain, planner.tables.snapshot.radio.bandwidth_hz)
-    return planner.priced(chain, shares, planner.learning.rho(planner.tables, rows))
+    shares = share_equally(chain, planner.tables.snapshot.radio.bandwidth_hz)
+    return planner.price(chain, shares, planner.learning.compute_rho(planner.tables, rows))
 
 
-def _best_picks(planner: PlanSolver, choices: Sequence[Layouts]) -> list[int]:
+def _find_best_picks(planner: PlanSolver, choices: Sequence[Layouts]) -> list[int]:
     """Positions of least objective: the best common pair, then cluster by cluster while it falls.
 
     Rounds to the target depend on the micro-batches of all clusters.
     """
 
     def value(picks: Sequence[int]) -> float:
-        return _at_full_power(planner, _picked(choices, picks)).objective
+        return _price_full_power(planner, _picked(choices, picks)).objective
 
-    common = [_places(choices, pair) for pair in middle_first(planner.settings)]
+    common = [_find_places(choices, pair) for pair in sort_by_middle(planner.settings)]
     best = min(common, key=value)
     least, falls = value(best), True
     while falls:
@@ -192,15 +192,15 @@ def _best_picks(planner: PlanSolver, choices: Sequence[Layouts]) -> list[int]:
     return best
 
 
-def _kept_picks(choices: Sequence[Layouts], last: Plan, snapshot: Snapshot) -> list[int]:
+def _keep_picks(choices: Sequence[Layouts], last: Plan, snapshot: Snapshot) -> list[int]:
     """Positions of last round's pairs; of the preferred ones for clusters that are new."""
     known = {c.cluster_id: (c.micro_batch_size, c.micro_batches) for c in last.clusters}
     names = [c.profile.cluster_id for c in snapshot.clusters]
     pairs = zip(choices, map(known.get, names), strict=True)
-    return [0 if pair is None else _places([rows], pair)[0] for rows, pair in pairs]
+    return [0 if pair is None else _find_places([rows], pair)[0] for rows, pair in pairs]
 
 
-def _places(choices: Sequence[Layouts], pair: tuple[int, int]) -> list[int]:
+def _find_places(choices: Sequence[Layouts], pair: tuple[int, int]) -> list[int]:
     """Where every cluster's choices have ``pair``; 0, the preferred one, where it does not fit."""
     places = []
     for rows in choices:

@@ -26,7 +26,7 @@ from collapipe_flwr.costs.chain import (
 from collapipe_flwr.costs.convergence import find_others_max
 from collapipe_flwr.costs.layouts import Layouts, make_keys, replace_rows, stack_layouts
 from collapipe_flwr.scheduler.pool import PlanSelector, Pool
-from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem, joined
+from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem, join_estimates
 
 WIDTH = 16  # rows of a cluster that a beam goes on from
 AT_A_TIME = 8  # rows of a cluster that are played before others are looked at again
@@ -56,7 +56,7 @@ class Incumbent:
         """
         chain, times, priced = self._bound(near)
         every = CandidateRows(self, near, self.problem.estimates(chain, priced))
-        pair_r, done = self.problem.pair_of(near), np.zeros(len(near), bool)
+        pair_r, done = self.problem.find_pairs(near), np.zeros(len(near), bool)
         while len(more := self._choose_next(every, pair_r, done, joint=joint)):
             priced = replay_rows(chain, times, priced, more)
             every = replace(every, costs=self.problem.estimates(chain, priced))
@@ -73,7 +73,7 @@ class Incumbent:
     def _choose_next(self, every: CandidateRows, pair_r: Ints, done: Mask, *, joint: bool) -> Ints:
         """Choose the most promising rows of every cluster that may matter and are not ``done``."""
         values, owner, costs = every.value_alone(), every.near.cluster_r, every.costs
-        own_pair = self.problem.pair_of(self.rows)
+        own_pair = self.problem.find_pairs(self.rows)
         chosen = [np.zeros(0, np.int64)]
         for m in np.unique(owner[~done]):
             here = owner == m
@@ -107,7 +107,7 @@ class CandidateRows:
     def value_alone(self) -> Array:
         """Compute the objective with each row in the plan, less the plan's priced energy, (R,)."""
         plan, problem, owner = self.plan, self.plan.problem, self.near.cluster_r
-        late_s = problem.learning.rho_rows(problem.tables, self.near, plan.rows)
+        late_s = problem.learning.compute_row_rhos(problem.tables, self.near, plan.rows)
         late_s *= np.maximum(self.costs.latency, find_others_max(plan.costs.latency)[owner])
         more = self.costs.worth - plan.costs.worth[owner]
         return np.asarray(problem.latency_price * late_s + more)
@@ -121,8 +121,8 @@ class CandidateRows:
     def combine(self) -> Layouts:
         """Find the best plan with new rows in any number of clusters, perhaps the plan itself."""
         plan, rows = self.plan, stack_layouts([self.plan.rows, self.near])
-        costs = joined([plan.costs, self.costs])
-        pool = Pool(rows, costs, plan.problem.pair_of(rows))
+        costs = join_estimates([plan.costs, self.costs])
+        pool = Pool(rows, costs, plan.problem.find_pairs(rows))
         chosen = rows.take(PlanSelector(plan.problem, pool).best()[1])
         return replace_rows(chosen, chosen.cluster_r, chosen)  # no wider than needed
 
@@ -136,7 +136,7 @@ class CandidateRows:
         """
         parts, seen, best, vain = [self], set(make_keys(start)), np.inf, 0
         while vain < PATIENCE:
-            moved = self.plan.problem.fitting(self.plan.problem.neighbours(start))
+            moved = self.plan.problem.keep_fitting(self.plan.problem.list_neighbours(start))
             new = {key: row for row, key in enumerate(make_keys(moved)) if key not in seen}
             if not new:
                 break
@@ -147,4 +147,4 @@ class CandidateRows:
             best, start = min(best, least), found.near
             parts.append(found)
         near = stack_layouts([part.near for part in parts])
-        return CandidateRows(self.plan, near, joined([part.costs for part in parts]))
+        return CandidateRows(self.plan, near, join_estimates([part.costs for part in parts]))

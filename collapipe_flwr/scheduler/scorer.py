@@ -31,7 +31,7 @@ from collapipe_flwr.costs.work import (
     find_busier_ends,
 )
 from collapipe_flwr.scheduler.dual_prices import LEAST_SLOPE, DualPrices, LinkTable, overdrawn
-from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem, joined
+from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem, join_estimates
 
 NORM = 8  # a power of two: the soft maximum's exponent
 TRUST = 0.1  # share of the ceiling down to which dual prices are trusted
@@ -77,7 +77,7 @@ class Scorer:
         The other clusters are as in ``now``.
         """
         prices, costs = self.prices, self.estimates(rows)
-        rho_r = self.problem.learning.rho_rows(self.tables, rows, now)
+        rho_r = self.problem.learning.compute_row_rhos(self.tables, rows, now)
         ceiling = prices.ceiling_m[rows.cluster_r]
         late = self.problem.latency_price * rho_r * np.maximum(costs.latency, ceiling)
         spare = np.clip(ceiling - costs.latency, 0.0, TRUST * ceiling)
@@ -92,7 +92,7 @@ class Scorer:
         parts = np.array_split(np.argsort(rows.depth_r, kind="stable"), round(len(rows) / BLOCK))
         found = [self._estimates(rows.take(part)) for part in parts]
         back = np.argsort(np.concatenate(parts), kind="stable")
-        return joined(found).take(back)
+        return join_estimates(found).take(back)
 
     def _estimates(self, rows: Layouts) -> Estimates:
         batch = _Batch(self.tables, rows)

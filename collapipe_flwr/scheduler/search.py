@@ -117,8 +117,8 @@ class Search:
 
     def _start_pool(self) -> Pool:
         """Collect all rows of small clusters, simple ones of others with the best pairs."""
-        problem, counts = self.problem, self.problem.device_counts()
-        tables, batches = problem.tables, problem.batches()
+        problem, counts = self.problem, self.problem.count_devices()
+        tables, batches = problem.tables, problem.list_batches()
         small = self._find_enumerable(counts)
         parts = [
             rows_for(int(m), *all_layouts(int(counts[m]), tables.num_blocks), batches)
@@ -132,7 +132,7 @@ class Search:
         return pool.take(select_front(pool, len(batches), 0.0))
 
     def _find_enumerable(self, counts: Ints) -> Mask:
-        grid, blocks = len(self.problem.batches()), self.problem.tables.num_blocks
+        grid, blocks = len(self.problem.list_batches()), self.problem.tables.num_blocks
         most = min(ENUMERATED_ROWS, ENUMERATED_IN_ALL // len(counts))
         rows = {int(n): count_layouts(int(n), blocks) for n in set(counts.tolist())}
         return np.array([rows[int(n)] * grid <= most for n in counts])
@@ -140,7 +140,7 @@ class Search:
     def _find_widest_pairs(self) -> list[tuple[int, int]]:
         """Find for every batch of the grid the pair with the most micro-batches."""
         widest: dict[int, tuple[int, int]] = {}
-        for size, count in sorted(self.problem.batches().tolist()):
+        for size, count in sorted(self.problem.list_batches().tolist()):
             widest.setdefault(size * count, (size, count))
         return list(widest.values())
 
@@ -170,7 +170,7 @@ class Search:
             micro_batch_size_r=size * one[:, 0],
             micro_batches_r=count * one[:, 0],
         )
-        return self.problem.learning.rho(tables, rows)
+        return self.problem.learning.compute_rho(tables, rows)
 
     def _find_promising(self, pool: Pool) -> Mask:
         """Find rows with batches whose first plan is not far from the best one."""
@@ -180,7 +180,7 @@ class Search:
         good = [batch for batch, best in picking.commons.items() if best.value <= most]
         keep = np.isin(pool.rows.batch_r, good)
         # A pair that is bad for all of them may be good for the one that the others wait for.
-        own = pool.rows.cluster_r * len(self.problem.batches()) + pool.pair_r
+        own = pool.rows.cluster_r * len(self.problem.list_batches()) + pool.pair_r
         keep |= np.isin(own, own[picking.price_exchanges(choice) < least])
         served = np.isin(pool.rows.cluster_r, pool.rows.cluster_r[keep])
         return np.asarray(keep | ~served)
@@ -190,7 +190,7 @@ class Search:
 
         The latter for all clusters where nothing else is known, else for those that matter most.
         """
-        which, batches = self.clusters, self.problem.batches()
+        which, batches = self.clusters, self.problem.list_batches()
         if self.pool is not None:
             in_place = self._pool_of(now)
             value = PlanSelector(self.problem, in_place).value(self.clusters)
@@ -267,12 +267,12 @@ class Search:
         """Select rows that no other beats, seen from a pick of that ``value``, and the pick's."""
         problem, costs, owner = self.problem, pool.costs, pool.rows.cluster_r
         price_r = self._price_second(pool)
-        rho = problem.learning.rho(problem.tables, pool.rows.take(choice))
+        rho = problem.learning.compute_rho(problem.tables, pool.rows.take(choice))
         late = problem.latency_price * rho * float(costs.latency[choice].max())
         near_r = self._find_pressing(costs.take(choice), value)[owner]
         scaled = [_coarsen(price_r * s / late, near_r) for s in (costs.latency, costs.soft)]
         seen = replace(pool, costs=Estimates(scaled[0], scaled[1], costs.worth))
-        keep = select_front(seen, len(problem.batches()), ENOUGH * value / len(self.clusters))
+        keep = select_front(seen, len(problem.list_batches()), ENOUGH * value / len(self.clusters))
         keep &= near_r | (price_r * costs.latency <= BAND * late)
         keep[choice] = True
         return keep
@@ -284,7 +284,7 @@ class Search:
 
     def _price_second(self, pool: Pool) -> Array:
         """Price a second of the round where all clusters have the row's micro-batches, (R,)."""
-        batches = self.problem.batches()
+        batches = self.problem.list_batches()
         price = np.zeros(len(batches))
         for pair in np.unique(pool.pair_r):
             rho = self._common_rho(*batches[pair].tolist())

@@ -23,8 +23,8 @@ from collapipe_flwr.core.domain import ModelProfile, Plan
 from collapipe_flwr.costs.bounds import ClusterBound
 from collapipe_flwr.costs.convergence import LearningConstants, NoiseScale, sum_bound
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.scheduler.base import initial_state, learning_in
-from collapipe_flwr.scheduler.model_share import capped, least_shares
+from collapipe_flwr.scheduler.base import make_initial_state, price_learning
+from collapipe_flwr.scheduler.model_share import cap_shares, find_least_shares
 from collapipe_flwr.scheduler.problem import NEVER
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.episode import EpisodeStep
@@ -59,8 +59,8 @@ def make_target(world: World, model: ModelProfile, settings: SchedulerConfig) ->
     """Make the yardstick of one world, the same for all policies."""
     settings = replace(settings, bound=True)
     snapshot = world.snapshot(1, model)
-    learning = learning_in(
-        tabulate(snapshot, settings.coarsest), initial_state(snapshot, settings), settings
+    learning = price_learning(
+        tabulate(snapshot, settings.coarsest), make_initial_state(snapshot, settings), settings
     )
     assert learning.constants is not None
     return Target(
@@ -168,8 +168,8 @@ def compute_bounds(
     """
     first = world.snapshot(1, model)
     tables = [tabulate(world.snapshot(r, model), settings.coarsest) for r in range(1, rounds + 1)]
-    shares = least_shares(tables[0], settings)
-    limited = [capped(each, shares, settings) for each in tables]
+    shares = find_least_shares(tables[0], settings)
+    limited = [cap_shares(each, shares, settings) for each in tables]
     pairs = np.array(settings.batches, dtype=np.int64)
     clusters = [ClusterBound(limited, m, settings, pairs) for m in range(len(first.clusters))]
     slowest_s = float(np.max([c.find_least_s()[0] for c in clusters], axis=0).mean())

@@ -24,11 +24,11 @@ from collapipe_flwr.costs.layouts import Layouts, scatter_members
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.warm_up import compute_one_f_one_b_s
 from collapipe_flwr.costs.work import fits
-from collapipe_flwr.scheduler.base import initial_state, learning_in
+from collapipe_flwr.scheduler.base import make_initial_state, price_learning
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
 from collapipe_flwr.scheduler.problem import Learning
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.scheduler.radio.interior_point import equal_shares
+from collapipe_flwr.scheduler.radio.interior_point import share_equally
 from collapipe_flwr.simulation.setting import ModelShape, Setting
 from collapipe_flwr.simulation.world import EnergyBudget
 
@@ -47,8 +47,8 @@ def rounds_of(schedule: str, count: int) -> tuple[list[Round], Learning]:
     profile = SETTING.model.profile()
     world = SETTING.world(3, profile)
     seen = [Round(tabulate(world.snapshot(t, profile)), settings) for t in range(1, count + 1)]
-    state = initial_state(world.snapshot(1, profile), settings)
-    return seen, learning_in(seen[0].tables, state, settings)
+    state = make_initial_state(world.snapshot(1, profile), settings)
+    return seen, price_learning(seen[0].tables, state, settings)
 
 
 def everything(one: Round) -> list[tuple[Layouts, np.ndarray, np.ndarray]]:
@@ -57,7 +57,7 @@ def everything(one: Round) -> list[tuple[Layouts, np.ndarray, np.ndarray]]:
     for m in range(one.tables.num_clusters):
         rows = rows_for(m, *all_layouts(3, 5), np.array(one.settings.batches))
         chain = make_chain(one.tables, rows, one.settings)
-        radio = equal_shares(chain, one.tables.snapshot.radio.bandwidth_hz * len(rows))
+        radio = share_equally(chain, one.tables.snapshot.radio.bandwidth_hz * len(rows))
         priced = price_rows(chain, radio.times, solve_powers(chain, radio.edge_hz_r, radio.times))
         step_s = schedule_rows(chain, radio.times)[1]
         found.append((rows, chain.fixed_s + chain.steps_r * step_s, priced.energy_j))
@@ -155,7 +155,7 @@ def test_a_spread_takes_what_its_best_order_takes_with_its_best_depths() -> None
 def quickest(one: Round, row: Layouts) -> float:
     """Seconds of the round of one row with the best depths, at full power with all of the band."""
     chain = make_chain(one.tables, row, one.settings)
-    times = equal_shares(chain, one.tables.snapshot.radio.bandwidth_hz).times
+    times = share_equally(chain, one.tables.snapshot.radio.bandwidth_hz).times
     step, depth = make_step_times(chain, times, 0), row.count_segments(0)
     most = chain.held_rs[0, : depth + 1].tolist()
     steps = [
@@ -195,8 +195,8 @@ def test_the_bound_in_seconds_is_that_of_rounds_with_its_batches() -> None:
     setting = replace(SETTING, settings=replace(settings, schedule="1f1b"))
     case = bound_case("small", setting, 3, 4)
     profile = setting.model.profile()
-    state = initial_state(setting.world(3, profile).snapshot(1, profile), setting.settings)
+    state = make_initial_state(setting.world(3, profile).snapshot(1, profile), setting.settings)
     tables = tabulate(setting.world(3, profile).snapshot(1, profile))
-    rho = rho_of(learning_in(tables, state, setting.settings), tables, np.full((1, 2), 32))[0]
+    rho = rho_of(price_learning(tables, state, setting.settings), tables, np.full((1, 2), 32))[0]
     assert case.latency_s is not None and rho > 0
     assert case.bound == pytest.approx(case.latency_s * rho, rel=1e-9)

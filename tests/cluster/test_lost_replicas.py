@@ -12,7 +12,7 @@ from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.core.domain import PlannedExecution
 from collapipe_flwr.models.splitter import Splitter
-from collapipe_flwr.scheduler.replan import ReplanInput, without_lost
+from collapipe_flwr.scheduler.replan import ReplanInput, drop_lost
 from tests.closeness import assert_near, assert_same
 from tests.cluster.faults import Fault, failing
 from tests.cluster.recovered import STEPS, order
@@ -102,19 +102,19 @@ def test_one_that_cannot_hold_the_others_micro_batches_keeps_its_own_depth(
 ) -> None:
     """Under GPipe every micro-batch is in flight, so there blocks have to move."""
     deep = replace(plan_of(CUT), micro_batches=64, warmup_depth=(64, 20, 20, 1))
-    roomy = without_lost(deep, _rest(splitter, 2**30))
+    roomy = drop_lost(deep, _rest(splitter, 2**30))
     assert roomy is not None and roomy.warmup_depth == (64, 40, 20, 1)
     most = max(roomy.memory_bytes.values())
-    tight = without_lost(deep, _rest(splitter, most - 1000))
+    tight = drop_lost(deep, _rest(splitter, most - 1000))
     assert tight is not None and tight.warmup_depth == deep.warmup_depth
     gpipe = replace(deep, warmup_depth=(64,) * 4, execution=PlannedExecution(schedule="gpipe"))
-    assert without_lost(gpipe, _rest(splitter, most - 1000)) is None
+    assert drop_lost(gpipe, _rest(splitter, most - 1000)) is None
 
 
 def test_predictions_are_of_those_that_are_left(splitter: Splitter) -> None:
     watts = dict.fromkeys(("A/cu", "A/d0", "A/d1", "A/d2"), 0.1)
     plan = replace(plan_of(CUT), tx_power_w=watts, energy_j=watts)
-    found = without_lost(plan, _rest(splitter, 2**30))
+    found = drop_lost(plan, _rest(splitter, 2**30))
     assert found is not None
     assert found.energy_j == {"A/cu": 0.1, "A/d0": 0.2, "A/d2": 0.1}
     assert found.tx_power_w.keys() == {"A/cu", "A/d0", "A/d2"}

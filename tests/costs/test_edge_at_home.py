@@ -19,7 +19,7 @@ from collapipe_flwr.costs.layouts import Layouts
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import OPTIMISER_FLOP_PER_BYTE
-from collapipe_flwr.scheduler.base import planner_for
+from collapipe_flwr.scheduler.base import make_solver
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.scorer import Scorer
@@ -142,11 +142,11 @@ def test_searches_price_it_as_plans_do() -> None:
         snapshot = at_home(*ends)
         options = replace(OPTIONS, schedule="gpipe")
         scheduler = make_scheduler("latency-only", options)
-        planner = planner_for(tabulate(snapshot), scheduler.init(snapshot), options)
+        planner = make_solver(tabulate(snapshot), scheduler.init(snapshot), options)
         rows = rows_of(snapshot)
-        found = Scorer(planner, planner.opening_prices()).estimates(rows)
+        found = Scorer(planner, planner.make_opening_prices()).estimates(rows)
         chain = make_chain(planner.tables, rows, options)
-        priced = planner.radio(rows).priced
+        priced = planner.optimize_radio(rows).priced
         assert found.latency[0] == pytest.approx(priced.latency_s[0], rel=0.02)
         assert chain.hops.shared.sum() == 0
 

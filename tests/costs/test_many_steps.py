@@ -36,9 +36,9 @@ SIZE = SearchSize(clusters=3, devices=5, blocks=10, seeds=range(1), schedule="1f
 def many_rows(seed: int, share: float) -> tuple[Chain, Array, Array]:
     """Neighbours of a plan with all micro-batches; little bandwidth hides few links."""
     planner = search_planner(SIZE, seed, queues=True)
-    rows = Search(planner).choose(planner.opening_prices(), None)
-    rows = stack_layouts([rows, planner.neighbours(rows)])
-    rows = pair_batches(rows, planner.batches())[1]
+    rows = Search(planner).choose(planner.make_opening_prices(), None)
+    rows = stack_layouts([rows, planner.list_neighbours(rows)])
+    rows = pair_batches(rows, planner.list_batches())[1]
     rows = rows.take(fits(planner.tables, rows, planner.settings))
     rows = rows.take(np.arange(0, len(rows), 7))
     chain = make_chain(planner.tables, rows, planner.settings)

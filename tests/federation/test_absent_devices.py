@@ -15,7 +15,7 @@ from collapipe_flwr.core.measurements import StageMeasurement
 from collapipe_flwr.federation.client.pipeline_round import build_telemetry as telemetry_of
 from collapipe_flwr.federation.planner import KnownClusters
 from collapipe_flwr.pipeline.offload import LazyMapping
-from collapipe_flwr.scheduler.controller import MOST_ROUNDS, Absence, without_absent
+from collapipe_flwr.scheduler.controller import MOST_ROUNDS, Absence, drop_absent
 from tests.federation.test_planner import NODES, closed, rounds, told, weights
 from tests.rounds import Cut
 
@@ -138,7 +138,7 @@ def test_channels_follow_their_devices():
     planner = rounds()
     snapshot = planner.world.snapshot(1, planner._model, list(NODES.values()))
     before = snapshot.clusters[0]
-    after = without_absent(snapshot, {"cluster-0": ("cluster-0/d1",)}).clusters[0]
+    after = drop_absent(snapshot, {"cluster-0": ("cluster-0/d1",)}).clusters[0]
     assert [d.device_id for d in after.profile.devices] == ["cluster-0/d2"]
     assert after.channel.edge_gain == (before.channel.edge_gain[0], before.channel.edge_gain[2])
     assert after.channel.d2d_gain[0][1] == before.channel.d2d_gain[0][2]
@@ -180,7 +180,7 @@ def test_a_device_that_died_once_and_then_worked_has_no_offence():
     absence, worked = Absence(), StageMeasurement(name="A/d1")
     for server_round in range(1, 6, 2):
         absence.learn(server_round, "A", replace(told("A"), lost=("A/d1",), reports=()))
-        assert absence.devices(server_round + 1) == {"A": ()}
+        assert absence.list_devices(server_round + 1) == {"A": ()}
         absence.learn(server_round + 1, "A", replace(told("A"), reports=(worked,)))
 
 
@@ -209,11 +209,11 @@ def test_whom_an_audit_found_is_left_out_for_long_even_where_nothing_else_can_tr
     found = {"A/d1": "an audit found", "A/d2": "it sent NaN"}
     lied = replace(told("A"), reports=(), quarantined=found, untrue=("A/d1",))
     absence.learn(1, "A", lied)
-    assert set(absence.devices(2)["A"]) == {"A/d1", "A/d2"}
+    assert set(absence.list_devices(2)["A"]) == {"A/d1", "A/d2"}
     absence.lift(["A"])
     for server_round in (2, 1 + MOST_ROUNDS):
-        assert absence.devices(server_round)["A"] == ("A/d1",)
-    assert absence.devices(2 + MOST_ROUNDS)["A"] == ()
+        assert absence.list_devices(server_round)["A"] == ("A/d1",)
+    assert absence.list_devices(2 + MOST_ROUNDS)["A"] == ()
 
 
 def test_a_cluster_that_cannot_do_without_a_device_in_quarantine_is_tried_in_full():

@@ -126,7 +126,7 @@ def test_energy_is_power_by_measured_seconds_and_goes_into_queues() -> None:
     telemetry = told(plan, planner)
     outcome, cluster = settled(planner, planned, telemetry)
     assert cluster.metered == ()
-    share = SchedulerConfig().aimed(1)
+    share = SchedulerConfig().aim_share(1)
     for member in planner.world.clusters[0].devices:
         report = next((r for r in telemetry.reports if r.name == member.device_id), None)
         if report is None:

@@ -19,7 +19,7 @@ from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.checkpoint import rng_state
 from collapipe_flwr.federation.planner import KnownClusters, MovementMeter, Planning
 from collapipe_flwr.federation.round import ClosedRound
-from collapipe_flwr.scheduler.link_estimates import link_key
+from collapipe_flwr.scheduler.link_estimates import make_link_key
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.rules import RuleScheduler
 from collapipe_flwr.simulation.world import EnergyBudget, make_world
@@ -169,7 +169,7 @@ def test_the_first_plan_knows_the_links_that_were_measured_before() -> None:
     for _ in range(2):  # again, as after a round that failed
         plan = planner.plan(1, [11, 12]).cluster_plan(11)
         assert plan.device_ids[-1] != device
-        assert planner.controller.state.links["cluster-0"][link_key(device, "")].believed < -1
+        assert planner.controller.state.links["cluster-0"][make_link_key(device, "")].believed < -1
 
 
 def test_a_node_that_never_described_itself_is_not_asked():

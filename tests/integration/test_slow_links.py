@@ -11,7 +11,7 @@ import pytest
 from client_app.app import app as client_app
 from collapipe_flwr.config.schema import parse
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.scheduler.link_estimates import link_key
+from collapipe_flwr.scheduler.link_estimates import make_link_key
 from server_app.app import run
 from tests.cluster.daemon_processes import Daemon, running
 from tests.integration.conftest import TINY, TINY_MODEL, events_of
@@ -81,7 +81,9 @@ def test_a_slow_link_is_found_out_and_planned_around(tmp_path: Path) -> None:
     assert used[0] == ["greenhouse/far"] and used[-1] == ["greenhouse/near"]
     link = events[0]["links"][0]["forward"]
     assert 0.5 * SLOW_BIT_PER_S < link["bit_per_s"] < 1.3 * SLOW_BIT_PER_S
-    belief = state["links"]["greenhouse"][link_key("greenhouse/control-unit", "greenhouse/far")]
+    belief = state["links"]["greenhouse"][
+        make_link_key("greenhouse/control-unit", "greenhouse/far")
+    ]
     assert belief["believed"] < -1.0
     slow_s = [
         event["wall_s"]

@@ -9,7 +9,7 @@ import pytest
 
 from collapipe_flwr.core.links import LinkConfig
 from collapipe_flwr.core.measurements import ClusterMeasurement
-from collapipe_flwr.scheduler.outcomes import link_samples
+from collapipe_flwr.scheduler.outcomes import sample_links
 from tests.closeness import assert_near, near
 from tests.laws.test_daemons_equal_whole import Cluster, cluster_of_daemons
 from tests.rounds import (
@@ -97,7 +97,7 @@ def test_every_two_replicas_that_meet_have_a_link_in_reports(cluster: Cluster) -
     shared = links[1].forward.bytes, links[2].forward.bytes
     assert sum(shared) == pytest.approx(others[0].sent_down.bytes, abs=1)
     assert shared[0] == pytest.approx(2 * shared[1], abs=1)  # two of three micro-batches
-    assert not list(link_samples(plan, told, paced=False))
+    assert not list(sample_links(plan, told, paced=False))
     beside = sum(report.sent_beside_bytes for report in others)
     assert beside > 0
     assert told.link_bytes["d2d"] == beside + sum(

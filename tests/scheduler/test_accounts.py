@@ -14,13 +14,13 @@ from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.scheduler.accounts import (
     GAIN,
     IN_HAND,
-    opened_accounts,
-    settled_accounts,
-    settled_placeholders,
+    open_accounts,
+    settle_accounts,
+    settle_placeholders,
 )
-from collapipe_flwr.scheduler.base import known_budgets
-from collapipe_flwr.scheduler.dssda import with_spare
-from collapipe_flwr.scheduler.multipliers import WEIGHTS, weight_for
+from collapipe_flwr.scheduler.base import collect_budgets
+from collapipe_flwr.scheduler.dssda import choose_spare
+from collapipe_flwr.scheduler.multipliers import WEIGHTS, derive_weight
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import REPAID, SchedulerConfig
 from collapipe_flwr.simulation.episode import EpisodeStep, run_episode
@@ -66,13 +66,13 @@ def test_accounts_that_never_fall_below_zero_keep_the_average(
     settings = replace(SETTINGS, energy_advance=advance)
     budgets, accounts, spent = (
         {"c": {"d": 2.0}},
-        opened_accounts({"c": {"d": 2.0}}, 0, settings),
+        open_accounts({"c": {"d": 2.0}}, 0, settings),
         [],
     )
     for index, part in enumerate(parts, start=1):
-        room = accounts["c"]["d"] + settings.aimed(index) * 2.0
+        room = accounts["c"]["d"] + settings.aim_share(index) * 2.0
         spent.append(part * room)
-        accounts = settled_accounts(accounts, budgets, {"c": {"d": spent[-1]}}, index, settings)
+        accounts = settle_accounts(accounts, budgets, {"c": {"d": spent[-1]}}, index, settings)
         assert accounts["c"]["d"] >= -1e-9
         if index >= REPAID or not advance:
             assert sum(spent) / index <= (1.0 - settings.budget_margin) * 2.0 + 1e-9
@@ -80,7 +80,7 @@ def test_accounts_that_never_fall_below_zero_keep_the_average(
 
 def test_prices_fall_while_accounts_are_full_and_rise_while_they_are_empty() -> None:
     def moved(held: float, before: float = 5.0) -> float:
-        after = settled_placeholders({"c": {"d": before}}, {"c": {"d": held}}, {"c": {"d": 2.0}})
+        after = settle_placeholders({"c": {"d": before}}, {"c": {"d": held}}, {"c": {"d": 2.0}})
         return after["c"].get("d", 0.0)
 
     assert moved(IN_HAND * 2.0) == 5.0
@@ -90,9 +90,9 @@ def test_prices_fall_while_accounts_are_full_and_rise_while_they_are_empty() -> 
 
 
 def test_devices_that_join_late_or_have_no_budget() -> None:
-    late = settled_accounts({}, {"c": {"d": 2.0}}, {}, REPAID + 1, SETTINGS)
+    late = settle_accounts({}, {"c": {"d": 2.0}}, {}, REPAID + 1, SETTINGS)
     assert late["c"]["d"] == pytest.approx(2.0 * (1.0 - SETTINGS.budget_margin))
-    assert opened_accounts({"c": {"d": math.inf}}, 0, SETTINGS) == {"c": {}}
+    assert open_accounts({"c": {"d": math.inf}}, 0, SETTINGS) == {"c": {}}
 
 
 @pytest.mark.parametrize("advance", few([0.0, 1.0], 1))
@@ -144,24 +144,24 @@ def test_a_spare_plan_is_kept_while_its_devices_are_there(
         (fewer, slower, slower),
         (fewer, replace(slower, fallback="kept the plan of round 1"), spare),
     ):
-        assert with_spare(spare, plan, state.budget_j, SETTINGS, here) is kept
+        assert choose_spare(spare, plan, state.budget_j, SETTINGS, here) is kept
 
 
 def test_a_device_that_is_away_keeps_its_budget(world: tuple[World, ModelProfile]) -> None:
     snapshot = world[0].snapshot(1, world[1])
-    before = known_budgets({}, snapshot)
+    before = collect_budgets({}, snapshot)
     cluster, *others = snapshot.clusters
     away = cluster.profile.devices[0].device_id
     fewer = with_devices(cluster, cluster.profile.devices[1:])
     without = replace(snapshot, clusters=(fewer, *others))
-    assert away not in known_budgets({}, without)[cluster.profile.cluster_id]
-    assert known_budgets(before, without) == before
+    assert away not in collect_budgets({}, without)[cluster.profile.cluster_id]
+    assert collect_budgets(before, without) == before
 
 
 def test_weights_follow_the_budgets_slack() -> None:
     tight, loose = np.full((2, 3), 0.2), np.full((2, 3), 0.002)
-    assert weight_for(tight) < weight_for(loose)
-    assert weight_for(np.full((1, 1), 1e3)) == WEIGHTS[0]
+    assert derive_weight(tight) < derive_weight(loose)
+    assert derive_weight(np.full((1, 1), 1e3)) == WEIGHTS[0]
 
 
 def test_an_account_that_is_nearly_empty_does_not_leave_the_search_with_a_far_slower_plan() -> None:

@@ -31,7 +31,7 @@ def every_row(planner: PlanSolver, pair: tuple[int, int]) -> Layouts:
     members, stops = all_layouts(SMALL.devices, SMALL.blocks)
     clusters = range(SMALL.clusters)
     rows = stack_layouts([rows_for(m, members, stops, np.array([pair])) for m in clusters])
-    return planner.fitting(rows)
+    return planner.keep_fitting(rows)
 
 
 def in_order(planner: PlanSolver, rows: Layouts) -> Mask:
@@ -60,7 +60,7 @@ def cheapest(scorer: Scorer, rows: Layouts, lengths: Array) -> Layouts:
 def test_without_hurry_no_row_in_that_order_is_cheaper(seed: int, schedule: str) -> None:
     """With one micro-batch a step takes the sum of its stages and hops, as the search has it."""
     planner = small_planner(seed, schedule)
-    scorer = Scorer(planner, planner.opening_prices())
+    scorer = Scorer(planner, planner.make_opening_prices())
     rows = every_row(planner, (1, 1))
     rows = rows.take(in_order(planner, rows))
     found = cheapest(scorer, rows, np.array([NO_HURRY]))
@@ -77,7 +77,7 @@ def test_rows_that_end_in_time_need_little_more_energy_than_the_best(schedule: s
     dearer = []
     for seed in SMALL.seeds:
         planner = small_planner(seed, schedule)
-        scorer = Scorer(planner, planner.opening_prices())
+        scorer = Scorer(planner, planner.make_opening_prices())
         rows = every_row(planner, (1, 8))
         costs = scorer.estimates(rows)
         late_s = 1.2 * least(costs.latency, rows).max()
@@ -101,8 +101,10 @@ def test_devices_that_can_pay_for_nothing_are_left_out() -> None:
     room = np.where(np.arange(members.speed_mi.shape[1]) == 2, 0.0, np.inf)
     poor = replace(planner, room_mi=np.broadcast_to(room, members.speed_mi.shape))
     rows = every_row(planner, (1, 8))
-    found = cheapest(Scorer(poor, poor.opening_prices()), rows, np.array([NO_HURRY]))
+    found = cheapest(Scorer(poor, poor.make_opening_prices()), rows, np.array([NO_HURRY]))
     assert len(found) == SMALL.clusters
     assert not (found.member_rs == 2).any()
     nobody = replace(planner, room_mi=np.zeros_like(members.speed_mi))
-    assert not len(cheapest(Scorer(nobody, nobody.opening_prices()), rows, np.array([NO_HURRY])))
+    assert not len(
+        cheapest(Scorer(nobody, nobody.make_opening_prices()), rows, np.array([NO_HURRY]))
+    )

@@ -11,7 +11,7 @@ from collapipe_flwr.core.domain import ClusterSnapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.convergence import compute_join_weight
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.scheduler.decision import EarlyClosing, closing_s, count_rounds_late
+from collapipe_flwr.scheduler.decision import EarlyClosing, compute_closing_s, count_rounds_late
 from collapipe_flwr.scheduler.dssda import Dssda
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
@@ -26,9 +26,9 @@ CLOSING = replace(SETTINGS, late_slack=1.5)
 
 def test_a_round_closes_with_its_last_cluster_or_a_little_after_the_median() -> None:
     latency = np.array([10.0, 11.0, 14.0, 40.0])
-    assert closing_s(latency, 1.5) == 16.5
-    assert closing_s(latency[:3], 1.5) == 14.0
-    assert closing_s(latency[[0, 3]], 1.5) == 15.0  # of two, the quicker one
+    assert compute_closing_s(latency, 1.5) == 16.5
+    assert compute_closing_s(latency[:3], 1.5) == 14.0
+    assert compute_closing_s(latency[[0, 3]], 1.5) == 15.0  # of two, the quicker one
     assert count_rounds_late(latency, 1.5).tolist() == [0, 0, 0, 2]
     assert count_rounds_late(np.array([10.0, 10.0, 15.0]), 1.5).tolist() == [0, 0, 0]
     assert compute_join_weight(np.array([0, 3])).tolist() == [1.0, 1.0 / 8.0]
@@ -47,7 +47,7 @@ def test_nobody_waits_for_a_cluster_of_slow_boards(bound: bool) -> None:
     whole, early = (planned(snapshot, replace(settings, late_slack=slack)) for slack in (0.0, 1.5))
     assert [c.cluster_id for c in early.clusters] == [c.cluster_id for c in whole.clusters]
     latency = np.array([cluster.latency_s for cluster in early.clusters])
-    assert early.latency_s == pytest.approx(closing_s(latency, 1.5))
+    assert early.latency_s == pytest.approx(compute_closing_s(latency, 1.5))
     assert early.latency_s < whole.latency_s
     late = count_rounds_late(latency, 1.5)
     assert late.tolist()[:2] == [0, 0] and late[2] > 0
@@ -62,11 +62,11 @@ def test_each_cluster_pays_for_its_energy_as_often_as_it_ends() -> None:
     scheduler = make_scheduler("dssda", SETTINGS)
     state = replace(scheduler.init(snapshot), energy_queue_j=prices)
     whole = Dssda(SETTINGS)._decide(replace(state, weight=1.0), snapshot, 1.0)
-    energy_m = whole.planner.worth(whole.solution.chain, whole.solution.priced)
+    energy_m = whole.planner.price_energy(whole.solution.chain, whole.solution.priced)
     late_m = count_rounds_late(whole.solution.priced.latency_s, 1.5)
     assert late_m[2] > late_m[0] == 0 and (energy_m > 0).all()
     early = EarlyClosing(whole=whole, parts=(whole,), slack=1.5)
-    time = whole.planner.latency_price * early.rho * closing_s(early.latency_m, 1.5)
+    time = whole.planner.latency_price * early.rho * compute_closing_s(early.latency_m, 1.5)
     assert early.objective - time == pytest.approx(
         energy_m[0] + energy_m[1] + energy_m[2] / (1 + late_m[2]), rel=1e-6
     )
@@ -105,4 +105,4 @@ def test_a_plan_that_is_repeated_takes_as_long_as_the_clusters_that_are_left(sla
         plan, state = scheduler.step(state, replace(snapshot, clusters=left))
         assert plan.clusters == tuple(c for c in first.clusters if c.cluster_id in names)
         latency = np.array([cluster.latency_s for cluster in plan.clusters])
-        assert plan.latency_s == (closing_s(latency, slack) if slack else latency.max())
+        assert plan.latency_s == (compute_closing_s(latency, slack) if slack else latency.max())

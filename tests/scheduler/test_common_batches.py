@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from benchmarks.scheduling.optimality import gap, instance
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.scheduler.base import initial_state, planner_for
+from collapipe_flwr.scheduler.base import make_initial_state, make_solver
 from collapipe_flwr.scheduler.planner import PlanSolver
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.setting import ModelShape, Setting
@@ -18,7 +18,7 @@ def planner(settings: SchedulerConfig, clusters: int = 4) -> PlanSolver:
     setting = Setting(clusters=clusters, devices=4, examples=1000, model=ModelShape(blocks=8))
     profile = setting.model.profile()
     snapshot = setting.world(1, profile).snapshot(1, profile)
-    return planner_for(tabulate(snapshot), initial_state(snapshot, settings), settings)
+    return make_solver(tabulate(snapshot), make_initial_state(snapshot, settings), settings)
 
 
 def test_no_common_batch_is_much_better_than_what_was_found() -> None:

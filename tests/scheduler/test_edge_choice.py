@@ -11,7 +11,7 @@ import pytest
 from collapipe_flwr.core.domain import ClusterProfile, EdgeProfile, Snapshot
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.scheduler.dssda import Dssda
-from collapipe_flwr.scheduler.edges import EdgeChoice, edges_in, on_edges
+from collapipe_flwr.scheduler.edges import EdgeChoice, choose_edges, map_edges
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.simulation.setting import ModelShape
@@ -71,10 +71,10 @@ def costs(world: World, policy: str) -> tuple[float, float, float, int]:
     snapshot = world.snapshot(1, MODEL)
     step = scheduler._step if policy == "dssda" else make_scheduler(policy, ONE).step
     choice = EdgeChoice(snapshot, scheduler.init(snapshot), ONE, step)
-    plan, _ = choice.choose(scheduler._cost)
-    planned, chosen = len(choice._trials) + len(choice._refusals), choice._edges_of(plan)
-    for assignment in product(*(range(len(edges)) for edges in choice._edges)):
-        choice._try(assignment, scheduler._cost)
+    plan, _ = choice.choose(scheduler._price_plan)
+    planned, chosen = len(choice._trials) + len(choice._refusals), choice._find_edges(plan)
+    for assignment in product(*(range(len(edges)) for edges in choice._eliminate_edges)):
+        choice._try(assignment, scheduler._price_plan)
     every = {assignment: trial.cost for assignment, trial in choice._trials.items()}
     first = every.get((0,) * len(world.clusters), np.inf)
     return every[chosen], first, min(every.values()), planned
@@ -96,7 +96,7 @@ def chosen_by(world: World) -> dict[str, str]:
     rule, scheduler = make_scheduler("throughput", ONE), make_scheduler("dssda", ONE)
     snapshot = world.snapshot(1, MODEL)
     choice = EdgeChoice(snapshot, scheduler.init(snapshot), ONE, rule.step)
-    return edges_in(choice.choose(scheduler._cost)[0])
+    return map_edges(choice.choose(scheduler._price_plan)[0])
 
 
 def test_clusters_do_not_crowd_on_an_edge_where_there_is_another() -> None:
@@ -135,7 +135,7 @@ def test_a_device_that_is_chosen_holds_no_blocks() -> None:
 
 def test_without_a_choice_nothing_is_copied() -> None:
     snapshot = plain_world(2).snapshot(1, MODEL)
-    assert on_edges(snapshot, {"cluster-0": "m1"}, {}) is snapshot
+    assert choose_edges(snapshot, {"cluster-0": "m1"}, {}) is snapshot
 
 
 def with_slow(snapshot: Snapshot, name: str, by: float) -> Snapshot:
@@ -164,8 +164,8 @@ def test_clusters_leave_an_edge_that_became_slow_and_no_round_plans_more_than_tw
         snapshot = world.snapshot(number, MODEL)
         snapshot = with_slow(snapshot, "m0", 1e4) if number > 1 else snapshot
         choice = EdgeChoice(snapshot, state, ONE, rule.step)
-        plan, state = choice.choose(scheduler._cost)
-        edges.append(set(edges_in(plan).values()))
+        plan, state = choice.choose(scheduler._price_plan)
+        edges.append(set(map_edges(plan).values()))
         assert number == 1 or len(choice._trials) <= 2
     assert "m0" in edges[0]
     assert "m0" not in edges[-1]

@@ -9,7 +9,7 @@ import pytest
 
 from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
 from collapipe_flwr.costs.price import price, set_planned_rates
-from collapipe_flwr.scheduler.dssda import heads_worth
+from collapipe_flwr.scheduler.dssda import price_heads
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
@@ -76,15 +76,15 @@ def test_it_counts_against_the_budget_of_the_device_and_is_priced_where_edges_ar
     outcome = simulated_outcome(plan, price(plan, snapshot, SETTINGS), snapshot, snapshot, SETTINGS)
     scheduler = make_scheduler("dssda", SETTINGS)
     before = replace(state, energy_queue_j={}, placeholder_j={})
-    assert heads_worth(plan, snapshot, before) == 0.0
+    assert price_heads(plan, snapshot, before) == 0.0
     after = scheduler.observe(before, plan, outcome)
     queue_j = after.energy_queue_j[cluster_id][name]
-    spent_j = part.energy_j[name] - SETTINGS.aimed(before.rounds) * BUDGET_J
+    spent_j = part.energy_j[name] - SETTINGS.aim_share(before.rounds) * BUDGET_J
     assert spent_j > 0 and queue_j == pytest.approx(spent_j)
-    assert heads_worth(plan, snapshot, after) > 0
+    assert price_heads(plan, snapshot, after) > 0
     free = replace(cluster.profile.edge, energy_budget_j=math.inf)
     endless = replace(cluster, profile=replace(cluster.profile, edge=free))
-    assert heads_worth(plan, replace(snapshot, clusters=(endless,)), after) == 0.0
+    assert price_heads(plan, replace(snapshot, clusters=(endless,)), after) == 0.0
 
 
 def test_a_new_plan_within_a_round_counts_the_head() -> None:

@@ -25,10 +25,10 @@ from collapipe_flwr.scheduler.link_estimates import (
     PATIENCE,
     LinkEstimate,
     LinkEstimates,
-    link_key,
-    links_begun,
-    links_learned,
-    with_links,
+    apply_links,
+    begin_links,
+    learn_links,
+    make_link_key,
 )
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
@@ -78,7 +78,7 @@ def rounds(
     state = scheduler.init(world.snapshot(1, model))
     for _ in range(count):
         told = world.snapshot(1, model)
-        seen = with_links(told, state.links)
+        seen = apply_links(told, state.links)
         plan, state = scheduler.step(state, seen)
         plan = set_planned_rates(plan, seen)
         plans.append(plan)
@@ -104,7 +104,7 @@ def decided(plan: Plan) -> list[tuple[object, ...]]:
 def believing(book: LinkEstimates, world: World, model: ModelProfile) -> Plan:
     """The plan of one who is told the shares."""
     scheduler, told = make_scheduler(POLICY, SETTINGS), world.snapshot(1, model)
-    seen = with_links(told, book)
+    seen = apply_links(told, book)
     return scheduler.step(scheduler.init(told), seen)[0]
 
 
@@ -118,8 +118,8 @@ def test_the_second_plan_is_that_of_one_who_knew_the_true_rates(
     told, _ = rounds(world, model, lambda _, rate: rate, count=1)
     slow = list(ends_of(told[0].clusters[0]))[hop]
     plans, _ = rounds(world, model, lambda ends, rate: rate / slower if ends == slow else rate)
-    truth = {"cluster-0": {link_key(*slow): LinkEstimate(believed=-math.log(slower))}}
-    real = with_links(world.snapshot(1, model), truth)
+    truth = {"cluster-0": {make_link_key(*slow): LinkEstimate(believed=-math.log(slower))}}
+    real = apply_links(world.snapshot(1, model), truth)
     knew = believing(truth, world, model)
     took_s = [price(plan, real, SETTINGS).latency_s for plan in plans]
     best_s = price(knew, real, SETTINGS).latency_s
@@ -148,16 +148,16 @@ def test_a_link_that_was_measured_before_the_run_is_known_to_the_first_plan(hop:
     links[hop] = slow
     measured = replace(world.clusters[0], link_rates=tuple(links))
     snapshot = replace(world, clusters=(measured,)).snapshot(1, model)
-    book = links_begun({}, snapshot)
+    book = begin_links({}, snapshot)
     believed = {key: each.believed for key, each in book["cluster-0"].items() if each.believed}
-    assert believed == {link_key(*slow.ends): pytest.approx(-math.log(5))}
-    scheduler, seen = make_scheduler(POLICY, SETTINGS), with_links(snapshot, book)
+    assert believed == {make_link_key(*slow.ends): pytest.approx(-math.log(5))}
+    scheduler, seen = make_scheduler(POLICY, SETTINGS), apply_links(snapshot, book)
     first = scheduler.step(scheduler.init(seen), seen)[0]
-    truth = {"cluster-0": {link_key(*slow.ends): LinkEstimate(believed=-math.log(5))}}
+    truth = {"cluster-0": {make_link_key(*slow.ends): LinkEstimate(believed=-math.log(5))}}
     assert decided(first) == decided(believing(truth, world, model))
-    assert links_begun(book, snapshot) is book
+    assert begin_links(book, snapshot) is book
     learned = {"cluster-0": dict.fromkeys(book["cluster-0"], LinkEstimate(believed=1.0))}
-    assert links_begun(learned, snapshot) is learned  # rounds teach better
+    assert begin_links(learned, snapshot) is learned  # rounds teach better
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_link_that_cannot_be_is_as_promised(ends, rate: float) -> None:
     world, model = draw_world(1, clusters=1)
     odd = replace(world.clusters[0], link_rates=(LinkRate(ends=ends, bit_per_s=rate),))
     snapshot = replace(world, clusters=(odd,)).snapshot(1, model)
-    assert with_links(snapshot, links_begun({}, snapshot)) is snapshot
+    assert apply_links(snapshot, begin_links({}, snapshot)) is snapshot
 
 
 def test_rates_as_promised_leave_plans_bit_equal() -> None:
@@ -177,25 +177,25 @@ def test_rates_as_promised_leave_plans_bit_equal() -> None:
     same, state = rounds(world, model, lambda _, rate: 1.1 * rate)
     assert same == told and state.links
     snapshot = world.snapshot(1, model)
-    assert with_links(snapshot, state.links) is snapshot
+    assert apply_links(snapshot, state.links) is snapshot
 
 
 def test_one_bad_round_of_a_known_link_changes_nothing_and_two_are_believed() -> None:
     belief = LinkEstimate()
     for note in (0.0, -2.0, 0.1, 0.05, -2.0, 0.1, -0.1):
-        belief = belief.noting(note)
+        belief = belief.add_note(note)
         assert belief.believed == 0.0
-    assert belief.noting(-2.0).noting(-1.9).believed == -1.9
+    assert belief.add_note(-2.0).add_note(-1.9).believed == -1.9
 
 
 def test_a_first_look_is_believed_at_once_and_given_up_at_once_where_the_next_is_as_promised() -> (
     None
 ):
-    first = LinkEstimate().noting(-2.0)
+    first = LinkEstimate().add_note(-2.0)
     assert first.believed == -2.0
-    assert first.noting(-1.9).believed == -2.0  # within what agrees
-    assert first.noting(0.05).believed == 0.0
-    assert first.noting(0.05).noting(-2.0).noting(0.0).believed == 0.0
+    assert first.add_note(-1.9).believed == -2.0  # within what agrees
+    assert first.add_note(0.05).believed == 0.0
+    assert first.add_note(0.05).add_note(-2.0).add_note(0.0).believed == 0.0
 
 
 def test_a_rate_that_was_measured_before_the_run_is_the_first_look() -> None:
@@ -204,9 +204,9 @@ def test_a_rate_that_was_measured_before_the_run_is_the_first_look() -> None:
     snapshot = replace(world, clusters=(replace(world.clusters[0], link_rates=(rate,)),)).snapshot(
         1, model
     )
-    (begun,) = links_begun({}, snapshot)["cluster-0"].values()
+    (begun,) = begin_links({}, snapshot)["cluster-0"].values()
     assert begun.believed < -5 and begun.notes == (begun.believed,)
-    assert begun.noting(begun.believed + 0.1).believed == begun.believed
+    assert begun.add_note(begun.believed + 0.1).believed == begun.believed
 
 
 def test_a_link_is_the_same_both_ways_and_shared_books_are_kept_apart() -> None:
@@ -217,10 +217,10 @@ def test_a_link_is_the_same_both_ways_and_shared_books_are_kept_apart() -> None:
 
     book: LinkEstimates = {}
     for outcome in (told("x", "y"), told("y", "x"), told("x", "z", cluster="b")):
-        book = links_learned(book, outcome)
+        book = learn_links(book, outcome)
     (both_ways,) = book["a"].values()
     assert both_ways.believed == pytest.approx(-math.log(8)) and len(both_ways.notes) == 2
-    assert list(book["b"]) == [link_key("x", "z")]
+    assert list(book["b"]) == [make_link_key("x", "z")]
 
 
 def test_a_pace_says_only_that_a_link_is_as_fast_as_promised() -> None:
@@ -231,10 +231,10 @@ def test_a_pace_says_only_that_a_link_is_as_fast_as_promised() -> None:
         outcome = ClusterOutcome(cluster_id="a", latency_s=1.0, energy_j={}, links=(sample,))
         return RoundOutcome(round_index=1, latency_s=1.0, clusters=(outcome,))
 
-    key = link_key("x", "")
+    key = make_link_key("x", "")
     slow: LinkEstimates = {"a": {key: LinkEstimate(believed=-2.0, notes=(-2.0, -2.0, -2.0))}}
     for _ in range(2):
-        slow = links_learned(slow, told(1e6))
+        slow = learn_links(slow, told(1e6))
     assert slow["a"][key].believed == 0.0
 
 
@@ -242,10 +242,10 @@ def test_links_that_nobody_used_are_tried_again_some_day_and_one_look_suffices()
     belief = LinkEstimate(believed=-1.6, notes=(-1.6, -1.6))
     for _ in range(PATIENCE):
         assert belief.believed == -1.6
-        belief = belief.unseen()
+        belief = belief.skip_round()
     assert belief.believed == 0.0
-    assert belief.noting(-1.6).believed == -1.6
-    assert belief.noting(0.0).noting(0.0).believed == 0.0
+    assert belief.add_note(-1.6).believed == -1.6
+    assert belief.add_note(0.0).add_note(0.0).believed == 0.0
 
 
 def test_beliefs_are_in_the_checkpoint() -> None:

@@ -9,12 +9,12 @@ from benchmarks.scheduling.search_gaps import SearchSize, search_case, search_pl
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import compute_full_power_times, compute_latency_s
 from collapipe_flwr.scheduler.base import USUAL_WEIGHT
-from collapipe_flwr.scheduler.dssda import Dssda, within
-from collapipe_flwr.scheduler.multipliers import PART, unlearned_weight
+from collapipe_flwr.scheduler.dssda import Dssda, fit_accounts
+from collapipe_flwr.scheduler.multipliers import PART, guess_weight
 from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerState
-from collapipe_flwr.scheduler.radio.equal_ends import levelled_hz
+from collapipe_flwr.scheduler.radio.equal_ends import equalize_hz
 from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulation.setting import ModelShape, Setting
 
@@ -41,7 +41,7 @@ def late_s(solution: Solution, hz_m: Array) -> Array:
 def test_no_split_of_the_bandwidth_ends_sooner(found: Solution) -> None:
     rows, rng = len(found.rows), np.random.default_rng(SEED)
     even = np.full(rows, BAND_HZ / rows)
-    level = levelled_hz(found.chain, even, BAND_HZ)
+    level = equalize_hz(found.chain, even, BAND_HZ)
     assert level.sum() == pytest.approx(BAND_HZ)
     ends = late_s(found, level)
     assert ends.max() < 0.99 * late_s(found, even).max()
@@ -54,7 +54,7 @@ def test_no_split_of_the_bandwidth_ends_sooner(found: Solution) -> None:
 
 def test_clusters_that_computing_holds_up_get_no_more_than_helps(found: Solution) -> None:
     rows = len(found.rows)
-    level = levelled_hz(found.chain, np.full(rows, BAND_HZ / rows), BAND_HZ)
+    level = equalize_hz(found.chain, np.full(rows, BAND_HZ / rows), BAND_HZ)
     ends, ample = late_s(found, level), late_s(found, 8.0 * level)
     waiting = ample < 0.9 * ends.max()
     assert waiting.any()
@@ -104,7 +104,7 @@ def test_rounds_that_follow_are_decided_nearly_as_well_as_from_scratch(
     def compared(self: Dssda, planner: PlanSolver, state: SchedulerState) -> Solution:
         found = settle(self, planner, state)
         if state.last_plan is not None:
-            ratios.append(found.objective / within(planner, planner.solve()).objective)
+            ratios.append(found.objective / fit_accounts(planner, planner.solve()).objective)
         return found
 
     monkeypatch.setattr(Dssda, "_settle", compared)
@@ -122,4 +122,4 @@ def test_a_queue_weighs_less_the_more_devices_share_the_price_of_a_second() -> N
     scheduler = make_scheduler("dssda", setting.settings)
     (done,) = run_episode(setting.world(SEED, profile), scheduler, profile, 1)
     assert done.state.weight == pytest.approx(120 / PART)
-    assert unlearned_weight(3) == USUAL_WEIGHT
+    assert guess_weight(3) == USUAL_WEIGHT

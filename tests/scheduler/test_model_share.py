@@ -17,7 +17,7 @@ from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler import replicating
-from collapipe_flwr.scheduler.model_share import packs, segment_needs
+from collapipe_flwr.scheduler.model_share import compute_segment_needs, packs
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.replan import ReplanInput, replan
 from collapipe_flwr.simulation.setting import ModelShape
@@ -141,7 +141,7 @@ def test_without_a_share_nothing_is_capped_or_recorded() -> None:
 def test_segment_needs_are_what_plans_predict() -> None:
     snapshot = draw_snapshot(4)
     single = replace(FREE, micro_batch_sizes=(4,), micro_batches=(2,))
-    needs = segment_needs(tabulate(snapshot), single, 0)
+    needs = compute_segment_needs(tabulate(snapshot), single, 0)
     for cluster in planned(snapshot, single).clusters:
         for s in cluster.segments:
             need = needs[s.first_block, s.stop_block]

@@ -14,7 +14,7 @@ from collapipe_flwr.costs.chain import make_chain
 from collapipe_flwr.costs.layouts import stack_layouts
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.scheduler.base import initial_state, planner_for
+from collapipe_flwr.scheduler.base import make_initial_state, make_solver
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from collapipe_flwr.scheduler.scorer import Scorer
@@ -86,12 +86,12 @@ def test_an_overhead_is_a_lower_speed_at_one_size() -> None:
     for snapshot in (late(base), slower(base)):
         tables = tabulate(snapshot)
         queues = {c.profile.cluster_id: {} for c in snapshot.clusters}
-        state = replace(initial_state(base, SETTINGS), energy_queue_j=queues)
-        planner = planner_for(tables, state, SETTINGS)
+        state = replace(make_initial_state(base, SETTINGS), energy_queue_j=queues)
+        planner = make_solver(tables, state, SETTINGS)
         every = [rows_for(m, *all_layouts(3, 5), np.array([[SIZE, COUNT]])) for m in (0, 1)]
         rows = stack_layouts(every)
         chains.append(make_chain(tables, rows, SETTINGS))
-        scorer = Scorer(planner, planner.opening_prices())
+        scorer = Scorer(planner, planner.make_opening_prices())
         scores.append(scorer.estimates(rows))
     for one, other in ((chains[0], chains[1]),):
         for name in ("forward_stage_s", "backward_stage_s", "fixed_s", "fixed_j"):
@@ -141,9 +141,9 @@ def test_a_round_begins_and_ends_with_the_slowest_device_that_works() -> None:
     chains, scores = [], []
     for snapshot in (quick, late):
         tables = tabulate(snapshot)
-        planner = planner_for(tables, initial_state(quick, SETTINGS), SETTINGS)
+        planner = make_solver(tables, make_initial_state(quick, SETTINGS), SETTINGS)
         chains.append(make_chain(tables, rows, SETTINGS).fixed_s)
-        scorer = Scorer(planner, planner.opening_prices())
+        scorer = Scorer(planner, planner.make_opening_prices())
         scores.append(scorer.estimates(rows).latency)
     used = np.where(rows.used_rs, np.array([0.0, *seconds])[rows.member_rs], 0.0)
     assert chains[1] - chains[0] == pytest.approx(used.max(1), abs=1e-9)

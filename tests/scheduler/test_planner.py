@@ -12,7 +12,7 @@ from collapipe_flwr.core.domain import Snapshot
 from collapipe_flwr.core.errors import InfeasibleError, ScheduleError
 from collapipe_flwr.costs.layouts import stack_layouts
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.scheduler.base import initial_state, planner_for
+from collapipe_flwr.scheduler.base import make_initial_state, make_solver
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, count_layouts, rows_for
 from collapipe_flwr.scheduler.local_search import Moves
 from collapipe_flwr.scheduler.planner import PlanSolver
@@ -27,7 +27,7 @@ SMALL = SchedulerConfig(schedule="gpipe", micro_batch_sizes=(2, 8), micro_batche
 def a_planner(
     snapshot: Snapshot, settings: SchedulerConfig = SMALL, queue_seed: int | None = None
 ) -> PlanSolver:
-    state = initial_state(snapshot, settings)
+    state = make_initial_state(snapshot, settings)
     if queue_seed is not None:
         rng = np.random.default_rng(queue_seed)
         queues = {
@@ -35,7 +35,7 @@ def a_planner(
             for cluster, b in state.budget_j.items()
         }
         state = replace(state, energy_queue_j=queues)
-    return planner_for(tabulate(snapshot), state, settings)
+    return make_solver(tabulate(snapshot), state, settings)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -52,7 +52,7 @@ def test_close_to_brute_force(seed: int) -> None:
 def test_alternation_never_gets_worse() -> None:
     for seed in range(5):
         planner = a_planner(draw_snapshot(seed, clusters=3, devices=3, blocks=5), queue_seed=seed)
-        now = planner.radio(Search(planner).choose(planner.opening_prices(), None))
+        now = planner.optimize_radio(Search(planner).choose(planner.make_opening_prices(), None))
         for _ in range(4):
             after = planner.improve(now)
             assert after.objective <= now.objective * (1 + 1e-12)
@@ -111,10 +111,10 @@ def test_scores_rank_like_priced_rows() -> None:
     """The fast score of the chosen rows is what the cost model says at the same hop times."""
     planner = a_planner(draw_snapshot(3, clusters=3, devices=3, blocks=5))
     best = planner.solve()
-    prices = planner.dual_prices(best)
+    prices = planner.make_dual_prices(best)
     scorer = Scorer(planner, prices)
     value = scorer.score(best.rows, best.rows)
-    near = stack_layouts([best.rows, planner.neighbours(best.rows)])
+    near = stack_layouts([best.rows, planner.list_neighbours(best.rows)])
     others = scorer.score(near, best.rows)
     assert np.isfinite(value).all()
     assert (others >= value[near.cluster_r] - 0.05 * np.abs(value[near.cluster_r])).all()
@@ -123,13 +123,13 @@ def test_scores_rank_like_priced_rows() -> None:
 def test_all_clusters_change_their_batches_together() -> None:
     """Where the slowest learner decides the rounds, one cluster alone gains nothing."""
     planner = a_planner(draw_snapshot(5, clusters=3, devices=2, blocks=3))
-    start = planner.radio(Search(planner).choose(planner.opening_prices(), None))
-    for size, count in planner.batches():
+    start = planner.optimize_radio(Search(planner).choose(planner.make_opening_prices(), None))
+    for size, count in planner.list_batches():
         rows = start.rows.with_batches(np.full(3, size), np.full(3, count))
-        found = planner.solve(planner.radio(rows))
+        found = planner.solve(planner.optimize_radio(rows))
         best = min(
-            planner.radio(start.rows.with_batches(np.full(3, b), np.full(3, j))).objective
-            for b, j in planner.batches()
+            planner.optimize_radio(start.rows.with_batches(np.full(3, b), np.full(3, j))).objective
+            for b, j in planner.list_batches()
         )
         assert found.objective <= best * 1.02
 
@@ -137,7 +137,7 @@ def test_all_clusters_change_their_batches_together() -> None:
 def test_alternation_never_gets_worse_with_many_clusters() -> None:
     for seed in range(2):
         planner = a_planner(draw_snapshot(seed, clusters=40, devices=6, blocks=8), queue_seed=seed)
-        now = planner.radio(Search(planner).choose(planner.opening_prices(), None))
+        now = planner.optimize_radio(Search(planner).choose(planner.make_opening_prices(), None))
         for _ in range(2):
             after = planner.solve(now)
             assert after.objective <= now.objective * (1 + 1e-12)

@@ -21,7 +21,7 @@ from collapipe_flwr.costs.layouts import make_key, replace_rows
 from collapipe_flwr.scheduler import planner as planning
 from collapipe_flwr.scheduler import runners_up as playing
 from collapipe_flwr.scheduler.planner import Solution
-from collapipe_flwr.scheduler.radio.interior_point import equal_shares
+from collapipe_flwr.scheduler.radio.interior_point import share_equally
 from collapipe_flwr.scheduler.runners_up import CandidateRows, Incumbent
 from collapipe_flwr.scheduler.search import Search
 
@@ -63,15 +63,15 @@ def test_no_radio_is_worse_than_full_power_over_equal_or_given_bandwidth(*, queu
     """On some of these seeds the radio program alone is."""
     for seed in SEEDS[:4]:
         planner = search_planner(SIZE, seed, queues=queues)
-        rows = Search(planner).choose(planner.opening_prices(), None)
+        rows = Search(planner).choose(planner.make_opening_prices(), None)
         chain = make_chain(planner.tables, rows, planner.settings)
-        rho = planner.learning.rho(planner.tables, rows)
-        equal = equal_shares(chain, planner.tables.snapshot.radio.bandwidth_hz)
+        rho = planner.learning.compute_rho(planner.tables, rows)
+        equal = share_equally(chain, planner.tables.snapshot.radio.bandwidth_hz)
         hz_m = equal.edge_hz_r * np.array([1.6, 0.4, 1.3, 0.7])
         uneven = replace(equal, edge_hz_r=hz_m, times=compute_full_power_times(chain, hz_m))
         for given, plain in ((None, equal), (hz_m, uneven)):
-            most = planner.priced(chain, plain, rho).objective
-            assert planner.radio(rows, given).objective <= most * (1 + 1e-12)
+            most = planner.price(chain, plain, rho).objective
+            assert planner.optimize_radio(rows, given).objective <= most * (1 + 1e-12)
 
 
 @quick_and(range(61000, 61005), 61001)
@@ -94,18 +94,18 @@ def test_rows_of_all_clusters_are_chosen_together(
 def test_what_a_runner_up_costs_can_be_had() -> None:
     """Rows chosen together cost no more, once their radio is solved, than they promised."""
     planner = search_planner(SIZE, SEEDS[0], queues=True)
-    rows = Search(planner).choose(planner.opening_prices(), None)
-    now = planner.radio(rows)
-    near = planner.fitting(planner.neighbours(rows))
+    rows = Search(planner).choose(planner.make_opening_prices(), None)
+    now = planner.optimize_radio(rows)
+    near = planner.keep_fitting(planner.list_neighbours(rows))
     own, hz_m = planner.estimates(now.chain, now.priced), now.allocation.edge_hz_r
     found = Incumbent(planner, rows, own, hz_m).play_rows(near, joint=True)
     near = found.near
     for r in (0, len(near) // 2, len(near) - 1, int(found.value_alone().argmin())):
         changed = replace_rows(rows, near.cluster_r[[r]], near.take(np.array([r])))
         energy = float(own.worth.sum())
-        assert planner.radio(changed, hz_m).objective <= (found.value_alone()[r] + energy) * (
-            1 + 1e-9
-        )
+        assert planner.optimize_radio(changed, hz_m).objective <= (
+            found.value_alone()[r] + energy
+        ) * (1 + 1e-9)
 
 
 def cost_of(found: Solution) -> float:
@@ -118,8 +118,8 @@ def test_rows_that_are_left_out_are_not_among_the_best(monkeypatch: pytest.Monke
     """The best of each cluster alone, and the best choice for all, are those of playing all."""
     for seed in SEEDS[:2]:
         planner = search_planner(SIZE, seed, queues=True)
-        now = planner.radio(Search(planner).choose(planner.opening_prices(), None))
-        near = planner.fitting(planner.neighbours(now.rows))
+        now = planner.optimize_radio(Search(planner).choose(planner.make_opening_prices(), None))
+        near = planner.keep_fitting(planner.list_neighbours(now.rows))
         own, hz_m = planner.estimates(now.chain, now.priced), now.allocation.edge_hz_r
         found = Incumbent(planner, now.rows, own, hz_m).play_rows(near, joint=True)
         with monkeypatch.context() as patch:

@@ -15,7 +15,7 @@ from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.radio import NOISE, rank_codecs
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.scheduler.base import planner_for
+from collapipe_flwr.scheduler.base import make_solver
 from collapipe_flwr.scheduler.decision import MARGIN, SPARED, Lifting, lift_codecs, refine_codecs
 from collapipe_flwr.scheduler.planner import PlanSolver, Solution
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
@@ -78,7 +78,7 @@ def test_four_bits_open_only_where_they_save_more_time_than_their_noise_costs() 
         round_s = case.coarse.priced.latency_s.max()
         times = [
             (1.0 + 2.0 * (NOISE[codec] * used).sum(1))
-            * np.maximum(lifting.priced(codec)[0], round_s)
+            * np.maximum(lifting.price(codec)[0], round_s)
             for codec in (coarse, eight)
         ]
         keeps = (lifting.opening == coarse).all(1)
@@ -119,7 +119,7 @@ def _case(seed: int, codecs: tuple[str, ...] = AUTO) -> Case:
     found = instance(seed)
     settings = replace(found.settings, codecs=codecs)
     tables = tabulate(found.snapshot, settings.coarsest)
-    planner = planner_for(tables, found.state, settings)
+    planner = make_solver(tables, found.state, settings)
     return Case(planner=planner, coarse=planner.solve())
 
 
@@ -137,11 +137,11 @@ def test_no_hop_could_be_lifted_alone(seed: int) -> None:
     steps = rank_codecs(AUTO)
     lifting = Lifting(case.planner, case.coarse, steps)
     codec = lift_codecs(lifting)
-    assert lifting.allowed(codec).all()
+    assert lifting.find_allowed(codec).all()
     for row, hop in np.argwhere(case.coarse.chain.hops.used & (codec > 0)):
         trial = codec.copy()
         trial[row, hop] = steps[steps.index(int(codec[row, hop])) - 1]
-        assert not lifting.allowed(trial)[row]
+        assert not lifting.find_allowed(trial)[row]
 
 
 def test_greedy_lifting_is_near_the_least_noise() -> None:
@@ -156,7 +156,7 @@ def test_greedy_lifting_is_near_the_least_noise() -> None:
         for choice in product(rank_codecs(AUTO), repeat=hops.used.shape[1]):
             trial = np.where(hops.used, np.array(choice)[None, :], hops.codec)
             noise = (NOISE[trial] * hops.used).sum(1)
-            best = np.minimum(best, np.where(lifting.allowed(trial), noise, np.inf))
+            best = np.minimum(best, np.where(lifting.find_allowed(trial), noise, np.inf))
         assert (ours.sum(1) >= best - 1e-15).all()
         found, least = found + ours.sum(), least + best.sum()
         coarse += float((NOISE[hops.codec] * hops.used).sum())

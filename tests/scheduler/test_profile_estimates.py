@@ -20,8 +20,8 @@ from collapipe_flwr.costs.measured import EDGE, compute_pass_s
 from collapipe_flwr.scheduler.estimates import (
     PATIENCE,
     ProfileEstimates,
-    profiles_learned,
-    with_profiles,
+    estimate_profiles,
+    learn_profiles,
 )
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
@@ -46,28 +46,28 @@ def test_noise_is_averaged_out() -> None:
     rng, errors = np.random.default_rng(0), []
     for _ in range(60):
         noisy = with_speed(truth, float(rng.uniform(0.7, 1.3)))
-        seen, known = with_profiles(noisy, known, 0.8)
+        seen, known = estimate_profiles(noisy, known, 0.8)
         errors.append(abs(math.log(speed(seen) / speed(truth))))
     assert np.mean(errors[10:]) < 0.09  # the measurements themselves are off by 0.15
 
 
 def test_a_real_change_is_followed_at_once() -> None:
     truth = draw_snapshot(0)
-    _, known = with_profiles(truth, ProfileEstimates(), 0.8)
+    _, known = estimate_profiles(truth, ProfileEstimates(), 0.8)
     throttled = with_speed(truth, 0.3)
-    seen, _ = with_profiles(throttled, known, 0.8)
+    seen, _ = estimate_profiles(throttled, known, 0.8)
     assert speed(seen) == pytest.approx(speed(throttled))
 
 
 def test_exact_profiles_and_switched_off_smoothing_change_nothing() -> None:
     truth = draw_snapshot(0)
-    _, known = with_profiles(truth, ProfileEstimates(), 0.8)
-    assert with_profiles(truth, known, 0.8)[0] == truth
-    assert with_profiles(with_speed(truth, 1.2), known, 0.0)[0] == with_speed(truth, 1.2)
+    _, known = estimate_profiles(truth, ProfileEstimates(), 0.8)
+    assert estimate_profiles(truth, known, 0.8)[0] == truth
+    assert estimate_profiles(with_speed(truth, 1.2), known, 0.0)[0] == with_speed(truth, 1.2)
 
 
 def test_unusable_numbers_pass_through() -> None:
-    seen, known = with_profiles(with_speed(draw_snapshot(0), math.nan), ProfileEstimates(), 0.8)
+    seen, known = estimate_profiles(with_speed(draw_snapshot(0), math.nan), ProfileEstimates(), 0.8)
     assert math.isnan(speed(seen))
     assert first(seen).device_id not in known.claimed["cluster-0"]
 
@@ -101,13 +101,13 @@ def known(snapshot: Snapshot, *outcomes: RoundOutcome) -> ProfileEstimates:
     estimates = ProfileEstimates()
     for outcome in (None, *outcomes):
         if outcome is not None:
-            estimates = profiles_learned(estimates, outcome)
-        _, estimates = with_profiles(snapshot, estimates, 0.8)
+            estimates = learn_profiles(estimates, outcome)
+        _, estimates = estimate_profiles(snapshot, estimates, 0.8)
     return estimates
 
 
 def planned(snapshot: Snapshot, *outcomes: RoundOutcome) -> Snapshot:
-    return with_profiles(snapshot, known(snapshot, *outcomes), 0.8)[0]
+    return estimate_profiles(snapshot, known(snapshot, *outcomes), 0.8)[0]
 
 
 def test_samples_that_agree_with_the_profile_leave_the_very_snapshot() -> None:
@@ -176,7 +176,7 @@ def test_a_claim_that_changes_outdates_what_was_shown() -> None:
     truth = draw_snapshot(0)
     estimates = known(truth, showing(sample(first(truth), slower=1.5)))
     throttled = with_speed(truth, 0.3)
-    seen, _ = with_profiles(throttled, estimates, 0.8)
+    seen, _ = estimate_profiles(throttled, estimates, 0.8)
     assert speed(seen) == pytest.approx(0.3 * speed(truth))
 
 

@@ -22,9 +22,14 @@ from collapipe_flwr.scheduler.radio.interior_point import (
     InteriorPoint,
     NewtonSystem,
     allocate,
-    equal_shares,
+    share_equally,
 )
-from collapipe_flwr.scheduler.radio.problem import Point, RadioProblem, RadioTerms, radio_problem
+from collapipe_flwr.scheduler.radio.problem import (
+    Point,
+    RadioProblem,
+    RadioTerms,
+    make_radio_problem,
+)
 from tests.worlds import draw_snapshot
 
 BAND = 40e6
@@ -43,7 +48,7 @@ def an_instance(
         micro_batches_r=rng.choice([1, 4, 8], clusters),
     )
     chain = make_chain(tables, rows, PricingOptions(schedule=schedule))
-    plain = equal_shares(chain, BAND)
+    plain = share_equally(chain, BAND)
     powers = solve_powers(chain, plain.edge_hz_r, plain.times)
     priced = price_rows(chain, plain.times, powers)
     latency_price = 1.0 / float(priced.latency_s.max())
@@ -53,7 +58,7 @@ def an_instance(
 
 def a_problem(seed: int, clusters: int, **options: str) -> RadioProblem:
     chain, price, latency_price = an_instance(seed, clusters, **options)
-    return radio_problem(chain, price, latency_price=latency_price, bandwidth_hz=BAND)
+    return make_radio_problem(chain, price, latency_price=latency_price, bandwidth_hz=BAND)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -63,7 +68,7 @@ def test_agrees_with_the_cvxpy_reference(seed: int, schedule: str) -> None:
 
     problem = a_problem(seed, (1, 2, 5)[seed % 3], schedule=schedule)
     solver = InteriorPoint(problem)
-    mine = solver.terms.objective(solver.solve(1e-6).point)
+    mine = solver.terms.compute_objective(solver.solve(1e-6).point)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # Clarabel's "may be inaccurate"
         reference = solve_reference(problem).objective
@@ -76,7 +81,7 @@ def test_allocation_is_feasible_and_no_worse_than_equal_shares() -> None:
         values = []
         for choice in (
             allocate(chain, price, latency_price=worth, bandwidth_hz=BAND),
-            equal_shares(chain, BAND),
+            share_equally(chain, BAND),
         ):
             assert choice.edge_hz_r.sum() <= BAND * (1 + 1e-9)
             assert (
@@ -123,7 +128,7 @@ def test_problem_is_convex_in_the_logarithms() -> None:
             cap=0.5 * rng.standard_normal(best.cap.shape),
             tau=float(rng.standard_normal()),
         )
-        return best.moved(step, 1.0)
+        return best.move(step, 1.0)
 
     for _ in range(40):
         left, right = somewhere(), somewhere()
@@ -133,8 +138,8 @@ def test_problem_is_convex_in_the_logarithms() -> None:
             cap=(left.cap + right.cap) / 2,
             tau=(left.tau + right.tau) / 2,
         )
-        ends = (terms.objective(left) + terms.objective(right)) / 2
-        assert terms.objective(middle) <= ends * (1 + 1e-9)
+        ends = (terms.compute_objective(left) + terms.compute_objective(right)) / 2
+        assert terms.compute_objective(middle) <= ends * (1 + 1e-9)
         margins = [terms.evaluate(point).margin for point in (left, middle, right)]
         assert (margins[1] >= (margins[0] + margins[2]) / 2 - 1e-9).all()
 
@@ -144,19 +149,19 @@ def test_newton_steps_solve_the_linearised_conditions(schedule: str) -> None:
     """Moving a little along a step changes gradient and room as the elimination says."""
     solver = InteriorPoint(a_problem(4, 4, schedule=schedule))
     rng = np.random.default_rng(2)
-    point = solver.terms.settled(solver.solve(1e-2).point)
+    point = solver.terms.settle(solver.solve(1e-2).point)
     value = solver.terms.evaluate(point)
     slack = np.exp(rng.standard_normal(solver.index.length) - 3.0)
     duals = solver.index.mask * np.exp(rng.standard_normal(slack.shape) - 3.0)
     curve = duals / slack
     system = NewtonSystem(solver.terms, value, duals, curve)
-    step = system.solve(solver._gradient(value, duals))
+    step = system.solve(solver._compute_gradient(value, duals))
     nudge = 1e-6
-    moved = solver.terms.evaluate(point.moved(step, nudge))
-    along = solver._along(value, step)
+    moved = solver.terms.evaluate(point.move(step, nudge))
+    along = solver._differentiate(value, step)
     assert (moved.margin - value.margin) / nudge == pytest.approx(along, rel=1e-3, abs=1e-3)
-    before = solver._gradient(value, duals)
-    after = solver._gradient(moved, duals - nudge * curve * along)
+    before = solver._compute_gradient(value, duals)
+    after = solver._compute_gradient(moved, duals - nudge * curve * along)
     for name in ("x", "omega", "cap", "tau"):
         slope = (np.asarray(getattr(after, name)) - getattr(before, name)) / nudge
         assert slope == pytest.approx(-np.asarray(getattr(before, name)), rel=1e-3, abs=1e-5)
@@ -169,14 +174,14 @@ def test_claimed_accuracy_is_kept_at_every_tolerance(span: tuple[float, float]) 
         chain, price, worth = an_instance(clusters, clusters)
         rng = np.random.default_rng(clusters)
         price = price * 10 ** rng.uniform(*span, price.shape) * (rng.random(price.shape) < 0.5)
-        problem = radio_problem(chain, price, latency_price=worth, bandwidth_hz=BAND)
+        problem = make_radio_problem(chain, price, latency_price=worth, bandwidth_hz=BAND)
         solver = InteriorPoint(problem)
         values = {}
         for tolerance in (1e-2, 1e-4, 1e-7):
             best = solver.solve(tolerance)
             assert best.gap < tolerance
             assert best.steps <= 25
-            values[tolerance] = solver.terms.objective(best.point)
+            values[tolerance] = solver.terms.compute_objective(best.point)
         assert values[1e-4] == pytest.approx(values[1e-7], rel=1e-4)
         assert values[1e-2] == pytest.approx(values[1e-7], rel=1e-2)
 

@@ -133,7 +133,7 @@ def test_searches_see_every_clusters_own_model(schedule: str) -> None:
         ),
         models={SMALL: scaled(seen.model, 0.4), LARGE: scaled(seen.model, 1.7)},
     )
-    prices = planner.opening_prices()
+    prices = planner.make_opening_prices()
     worlds = [
         seen,
         *(replace(seen, model=seen.models.get(r, seen.model), models={}) for r in ranks),

@@ -8,9 +8,9 @@ import pytest
 
 from collapipe_flwr.core.domain import ClusterOutcome, RoundOutcome, Snapshot
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.scheduler.base import initial_state
+from collapipe_flwr.scheduler.base import make_initial_state
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, reference_of
+from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState, require_reference
 from tests.worlds import draw_world
 
 SETTINGS = SchedulerConfig(micro_batch_sizes=(4,), micro_batches=(4,))
@@ -33,20 +33,20 @@ def without(snapshot: Snapshot, *ends: tuple[int, int]) -> Snapshot:
 
 
 def reference_s(state: SchedulerState) -> float:
-    return reference_of(state).latency_s
+    return require_reference(state).latency_s
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_dead_links_of_the_first_snapshot_leave_the_reference_as_it_is(seed: int) -> None:
     world, model = draw_world(seed)
     snapshot = world.snapshot(1, model)
-    usual = initial_state(snapshot, SETTINGS)
+    usual = make_initial_state(snapshot, SETTINGS)
     members = range(len(snapshot.clusters[0].profile.members))
     every = [(i, j) for i in members for j in (*members, -1) if i != j]
     for gone in (*([pair] for pair in every), every):
-        hit = initial_state(without(snapshot, *gone), SETTINGS)
+        hit = make_initial_state(without(snapshot, *gone), SETTINGS)
         assert reference_s(hit) == pytest.approx(reference_s(usual), rel=0.9)
-        assert reference_of(hit).micro_batches == reference_of(usual).micro_batches
+        assert require_reference(hit).micro_batches == require_reference(usual).micro_batches
 
 
 def test_rounds_are_as_short_after_a_dead_link_as_without_where_no_budget_can_be_kept() -> None:

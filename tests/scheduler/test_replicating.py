@@ -12,12 +12,12 @@ from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.scheduler import replicating
-from collapipe_flwr.scheduler.base import planner_for
-from collapipe_flwr.scheduler.dssda import usable_plans
+from collapipe_flwr.scheduler.base import make_solver
+from collapipe_flwr.scheduler.dssda import select_usable_plans
 from collapipe_flwr.scheduler.plans import check_cluster_plan, dry_run_plan
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState
-from collapipe_flwr.scheduler.replicating import MOST_CLUSTERS, with_replicas
+from collapipe_flwr.scheduler.replicating import MOST_CLUSTERS, add_replicas
 from collapipe_flwr.simulation.setting import ModelShape
 from collapipe_flwr.simulation.world import EnergyBudget, make_world, mixed_devices
 from tests.worlds import BOARDS, first_step, planned, with_devices
@@ -85,7 +85,7 @@ def test_a_plan_with_replicas_keeps_every_limit_and_pays_less(seed: int, schedul
     if not replicated(plan):
         assert plan == plain
         return
-    problem = planner_for(tabulate(snapshot), state, settings)
+    problem = make_solver(tabulate(snapshot), state, settings)
     values = [
         problem.latency_price * p.latency_s
         + sum(
@@ -129,22 +129,22 @@ def test_more_clusters_than_there_is_time_for_are_left_alone(
 ) -> None:
     snapshot = first_seen(1, adapted(2))
     plain, state = first_step(snapshot, replace(SETTINGS, replicas=False))
-    problem = planner_for(tabulate(snapshot), state, SETTINGS)
-    assert with_replicas(plain, problem, 1.0) != plain
+    problem = make_solver(tabulate(snapshot), state, SETTINGS)
+    assert add_replicas(plain, problem, 1.0) != plain
     monkeypatch.setattr(replicating, "MOST_CLUSTERS", 0)
     assert MOST_CLUSTERS >= 10
-    assert with_replicas(plain, problem, 1.0) is plain
+    assert add_replicas(plain, problem, 1.0) is plain
 
 
 def test_a_plan_whose_replica_is_gone_is_not_repeated() -> None:
     snapshot, plan, _ = with_adapters()
     (cluster,) = replicated(plan)
-    assert usable_plans(plan, snapshot) == (cluster,)
+    assert select_usable_plans(plan, snapshot) == (cluster,)
     (only,) = snapshot.clusters
     gone = next(name for s in cluster.segments for name in s.replicas)
     left = tuple(d for d in only.profile.devices if d.device_id != gone)
     fewer = with_devices(only, left)
-    assert usable_plans(plan, replace(snapshot, clusters=(fewer,))) == ()
+    assert select_usable_plans(plan, replace(snapshot, clusters=(fewer,))) == ()
 
 
 def test_a_state_with_replicas_survives_a_checkpoint() -> None:

@@ -15,9 +15,9 @@ from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.scheduler.gain_estimates import (
     CAUTION,
     RobustGains,
-    robust,
-    with_averages,
-    with_error,
+    average_gains,
+    make_robust,
+    measure_error,
 )
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig, SchedulerState
@@ -70,19 +70,21 @@ def test_old_measurements_of_a_fading_channel_are_doubted_and_fresh_ones_trusted
 def test_plans_are_careful_from_far_off_until_well_forecast() -> None:
     snapshot, gains, story = draw_snapshot(0), RobustGains(), []
     for took_s in (1.0, 1.02, 1.06, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
-        gains = with_error(
-            replace(with_averages(gains, snapshot), forecast_s={"a": 1.0}), outcome(took_s)
+        gains = measure_error(
+            replace(average_gains(gains, snapshot), forecast_s={"a": 1.0}), outcome(took_s)
         )
-        story.append(with_averages(gains, snapshot).careful)
+        story.append(average_gains(gains, snapshot).careful)
     assert story == [False, False, False, *[True] * 5, *[False] * 3]
-    assert with_error(RobustGains(error=0.2), outcome(1.0)).error == 0.2  # nothing was forecast
+    assert measure_error(RobustGains(error=0.2), outcome(1.0)).error == 0.2  # nothing was forecast
 
 
 def test_clusters_that_failed_or_come_late_spoil_no_forecast() -> None:
     forecast = RobustGains(forecast_s={"a": 1.0, "failed": 4.0})
-    assert with_error(forecast, outcome(1.0)).error == 0.0
-    assert with_error(forecast, outcome(1.0, late=40.0)).error == 0.0
-    assert with_error(forecast, outcome(2.0, late=40.0)).error == pytest.approx(0.5 * math.log(2))
+    assert measure_error(forecast, outcome(1.0)).error == 0.0
+    assert measure_error(forecast, outcome(1.0, late=40.0)).error == 0.0
+    assert measure_error(forecast, outcome(2.0, late=40.0)).error == pytest.approx(
+        0.5 * math.log(2)
+    )
 
 
 def test_cautious_gains_are_a_share_of_the_average() -> None:
@@ -91,9 +93,9 @@ def test_cautious_gains_are_a_share_of_the_average() -> None:
     faded = replace(
         snapshot, clusters=(replace(snapshot.clusters[0], channel=weak), *snapshot.clusters[1:])
     )
-    gains = with_averages(with_averages(RobustGains(error=1.0), snapshot), faded)
+    gains = average_gains(average_gains(RobustGains(error=1.0), snapshot), faded)
     assert gains.rounds == 2
-    true, used = (s.clusters[0].channel for s in (snapshot, robust(gains, snapshot)))
+    true, used = (s.clusters[0].channel for s in (snapshot, make_robust(gains, snapshot)))
     assert used.edge_gain == pytest.approx([0.5 * CAUTION * g for g in true.edge_gain])
     assert used.d2d_gain[0] == pytest.approx([CAUTION * g for g in true.d2d_gain[0]])
 
@@ -103,4 +105,4 @@ def test_unusable_gains_are_refused_before_they_spoil_the_average() -> None:
     broken = replace(snapshot.clusters[0].channel, edge_gain=(math.nan,) * 4)
     bad = replace(snapshot, clusters=(replace(snapshot.clusters[0], channel=broken),))
     with pytest.raises(ScheduleError, match="gains to the edge"):
-        with_averages(RobustGains(error=1.0), bad)
+        average_gains(RobustGains(error=1.0), bad)

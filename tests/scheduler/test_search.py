@@ -19,8 +19,8 @@ from collapipe_flwr.costs.layouts import gather_members
 from collapipe_flwr.scheduler.planner import PlanSolver
 from collapipe_flwr.scheduler.pool import PlanSelector, Pool, Within, pool_of, select_front
 from collapipe_flwr.scheduler.problem import Estimates
-from collapipe_flwr.scheduler.radio.interior_point import allocate, equal_shares
-from collapipe_flwr.scheduler.radio.problem import convex_latency_s
+from collapipe_flwr.scheduler.radio.interior_point import allocate, share_equally
+from collapipe_flwr.scheduler.radio.problem import compute_convex_latency_s
 from collapipe_flwr.scheduler.scorer import Scorer
 from collapipe_flwr.scheduler.search import Search
 from collapipe_flwr.scheduler.segment_dp import any_order, best_path, describe
@@ -83,19 +83,19 @@ def test_no_rival_is_better_by_a_hundredth_where_several_must_change(
 def test_links_are_not_slowed_for_time_that_1f1b_does_not_take() -> None:
     """Its convex formula takes a cluster for the slowest that is not, and slows another's links."""
     planner = search_planner(replace(SIZE, schedule="1f1b", recompute=True), 70000, queues=False)
-    rows = Search(planner).choose(planner.opening_prices(), None)
+    rows = Search(planner).choose(planner.make_opening_prices(), None)
     chain = make_chain(planner.tables, rows, planner.settings)
-    rho = planner.learning.rho(planner.tables, rows)
+    rho = planner.learning.compute_rho(planner.tables, rows)
     plain = allocate(
         chain,
         gather_members(planner.price_mi, rows),
         latency_price=planner.latency_price * rho,
         bandwidth_hz=planner.tables.snapshot.radio.bandwidth_hz,
     )
-    said = convex_latency_s(chain, plain.times)  # at least the bound that prices the plan
-    priced = planner.priced(chain, plain, rho)
+    said = compute_convex_latency_s(chain, plain.times)  # at least the bound that prices the plan
+    priced = planner.price(chain, plain, rho)
     assert (said >= priced.priced.latency_s * (1 - 1e-9)).all()
-    assert planner.radio(rows).objective < 0.99 * priced.objective
+    assert planner.optimize_radio(rows).objective < 0.99 * priced.objective
 
 
 def test_many_clusters_are_searched_as_well_as_single_ones() -> None:
@@ -113,7 +113,7 @@ def test_many_clusters_are_searched_as_well_as_single_ones() -> None:
             np.flatnonzero(bad),
             random_rows(costs, rows.cluster[bad], np.repeat(pair, bad.sum(), 0), rng),
         )
-    poor = planner.radio(rows.layouts())
+    poor = planner.optimize_radio(rows.layouts())
     warm = planner.solve(poor)
     assert poor.objective > 1.2 * found.objective
     assert warm.objective < 1.02 * found.objective
@@ -139,9 +139,9 @@ def test_rivals_price_as_the_cost_model_does(schedule: str, recompute: bool) -> 
             layouts = replace(layouts, cluster_r=np.arange(3))
             seconds, energy = costs.price_of(rows_of(layouts, costs.devices))
             chain = make_chain(planner.tables, layouts, planner.settings)
-            shares = equal_shares(chain, planner.tables.snapshot.radio.bandwidth_hz)
-            rho = planner.learning.rho(planner.tables, layouts)
-            priced = planner.priced(chain, shares, rho)
+            shares = share_equally(chain, planner.tables.snapshot.radio.bandwidth_hz)
+            rho = planner.learning.compute_rho(planner.tables, layouts)
+            priced = planner.price(chain, shares, rho)
             bounded = price_rows(chain, shares.times, priced.powers)
             more_s = priced.priced.latency_s.max() - bounded.latency_s.max()  # when played
             fits = np.isfinite(seconds)
@@ -179,7 +179,7 @@ def a_pool(planner: PlanSolver, rows: int, seed: int) -> Pool:
     clusters = np.repeat(np.arange(3), rows)
     pairs = costs.sizes[rng.integers(0, 6, len(clusters))]
     layouts = random_rows(costs, clusters, pairs, rng).layouts()
-    scorer = Scorer(planner, planner.opening_prices())
+    scorer = Scorer(planner, planner.make_opening_prices())
     return pool_of(planner, scorer, layouts)
 
 

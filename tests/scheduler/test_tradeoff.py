@@ -14,9 +14,9 @@ from scipy.optimize import linprog
 
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.costs.tables import tabulate
-from collapipe_flwr.scheduler.base import energy_prices
+from collapipe_flwr.scheduler.base import price_energy
 from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.protocol import SchedulerConfig, reference_of
+from collapipe_flwr.scheduler.protocol import SchedulerConfig, require_reference
 from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulation.world import World
 from tests.computed_once import computed_once
@@ -74,12 +74,12 @@ def walk(world: World, model: ModelProfile, policy: str, weight: float) -> Path:
     snapshot = world.snapshot(1, model)
     first = scheduler.init(snapshot)
     budget = first.budget_j["cluster-0"]
-    idle = energy_prices(tabulate(snapshot), first, settings)[0] / weight
+    idle = price_energy(tabulate(snapshot), first, settings)[0] / weight
     done = list(run_episode(world, scheduler, model, ROUNDS, options=settings))
     spent = np.array([[r.outcome.clusters[0].energy_j.get(d, 0.0) for d in budget] for r in done])
     owed = [[r.state.energy_queue_j["cluster-0"][d] for d in budget] for r in done]
     unit = np.array(list(budget.values()))
-    latency = np.array([r.latency_s for r in done]) / reference_of(first).latency_s
+    latency = np.array([r.latency_s for r in done]) / require_reference(first).latency_s
     return Path(
         weight=weight,
         cost=latency + spent @ idle[: len(unit)],

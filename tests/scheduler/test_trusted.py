@@ -19,10 +19,10 @@ from collapipe_flwr.costs.tables import Tables, tabulate
 from collapipe_flwr.costs.work import fits
 from collapipe_flwr.scheduler import search
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, rows_for
-from collapipe_flwr.scheduler.plans import check_privacy, strangers
+from collapipe_flwr.scheduler.plans import check_privacy, list_strangers
 from collapipe_flwr.scheduler.policies import POLICIES, make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
-from collapipe_flwr.scheduler.replan import ReplanInput, replan, without_lost
+from collapipe_flwr.scheduler.replan import ReplanInput, drop_lost, replan
 from tests.thorough import examples
 from tests.worlds import draw_world, planned
 
@@ -93,7 +93,7 @@ def broken(plan: Plan | None, snapshot: Snapshot) -> list[str]:
     """Devices that hold what they must not."""
     known = {c.profile.cluster_id: c.profile for c in snapshot.clusters}
     plans = () if plan is None else plan.clusters
-    return [name for each in plans for name in strangers(each, known[each.cluster_id])]
+    return [name for each in plans for name in list_strangers(each, known[each.cluster_id])]
 
 
 def some_cut_fits(snapshot: Snapshot, options: SchedulerConfig) -> bool:
@@ -193,12 +193,12 @@ def test_no_loss_of_a_device_moves_a_first_block_to_one_that_is_not_trusted(
     names = [d.device_id for d in profile.devices if d.device_id != gone]
     rest = ReplanInput(profile=profile, model=snapshot.model, present=names)
     try:
-        after = without_lost(before, rest) or replan(before, rest)
+        after = drop_lost(before, rest) or replan(before, rest)
     except InfeasibleError as error:
         first = {d.device_id: d.trusted for d in rest.devices}
         assert any(first.values()) or not first or "no trusted device is left" in str(error)
     else:
-        assert not strangers(after, profile)
+        assert not list_strangers(after, profile)
 
 
 def test_more_devices_than_all_orders_allow_keep_it_after_a_loss() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from collapipe_flwr.core.domain import BlockCost, LinkRate, ModelProfile
-from collapipe_flwr.scheduler.edges import with_divided_memory
+from collapipe_flwr.scheduler.edges import divide_memory
 from collapipe_flwr.simulation.world import make_world, with_edge_at_home
 
 PART = BlockCost(
@@ -41,13 +41,13 @@ def test_its_links_are_those_of_the_control_unit() -> None:
 
 def test_both_parts_together_have_its_memory_once() -> None:
     _, before = cluster()
-    home = with_divided_memory(with_edge_at_home(before), MODEL)
+    home = divide_memory(with_edge_at_home(before), MODEL)
     assert home.edge is not None
     together = home.control_unit.memory_bytes + home.edge.memory_bytes
     assert together == before.control_unit.memory_bytes
     assert home.control_unit.memory_bytes >= MODEL.embedding.state_bytes
     assert home.edge.memory_bytes >= MODEL.decoder.state_bytes
-    assert with_divided_memory(with_edge_at_home(home), MODEL) == home  # also a second time
+    assert divide_memory(with_edge_at_home(home), MODEL) == home  # also a second time
 
 
 def test_the_edge_hears_devices_as_the_control_unit_does() -> None:

@@ -22,18 +22,18 @@ BISECTIONS = 20
 SAME = 1e-9  # relative difference of latencies below which they count as equal
 
 
-def levelled_hz(chain: Chain, hz_m: Array, bandwidth_hz: float) -> Array:
+def equalize_hz(chain: Chain, hz_m: Array, bandwidth_hz: float) -> Array:
     """Bandwidths, near ``hz_m``, that let the slowest cluster end as early as it can, (M,).
 
     Rounds of 1F1B are taken to last as long as their lower bound.
     """
     for factors in FACTORS:
         hz_fm = factors[:, None] * hz_m
-        hz_m = _equal_ends(_latency_fm(chain, hz_fm), hz_fm, bandwidth_hz)
+        hz_m = _equalize_ends(_compute_latency_fm(chain, hz_fm), hz_fm, bandwidth_hz)
     return hz_m
 
 
-def _latency_fm(chain: Chain, hz_fm: Array) -> Array:
+def _compute_latency_fm(chain: Chain, hz_fm: Array) -> Array:
     """Compute latencies with each of these bandwidths, which only the hop to the edge uses."""
     hops, every = chain.hops, np.arange(len(chain.rows))
     last = hops.to_edge.argmax(1)
@@ -45,20 +45,20 @@ def _latency_fm(chain: Chain, hz_fm: Array) -> Array:
     return compute_latency_s(chain, times)
 
 
-def _equal_ends(late_fm: Array, hz_fm: Array, bandwidth_hz: float) -> Array:
+def _equalize_ends(late_fm: Array, hz_fm: Array, bandwidth_hz: float) -> Array:
     """Equalize ends over rising bandwidths ``hz_fm`` where rounds last ``late_fm`` seconds."""
     low, high = float(late_fm[-1].max()), float(late_fm[0].max())
     for _ in range(BISECTIONS):
         middle = 0.5 * (low + high)
-        if _needed_hz(late_fm, hz_fm, middle).sum() > bandwidth_hz:
+        if _find_needed_hz(late_fm, hz_fm, middle).sum() > bandwidth_hz:
             low = middle
         else:
             high = middle
-    hz_m = _needed_hz(late_fm, hz_fm, high)
+    hz_m = _find_needed_hz(late_fm, hz_fm, high)
     return np.asarray(hz_m * (bandwidth_hz / hz_m.sum()))
 
 
-def _needed_hz(late_fm: Array, hz_fm: Array, late_s: float) -> Array:
+def _find_needed_hz(late_fm: Array, hz_fm: Array, late_s: float) -> Array:
     """Return the bandwidths needed to end within ``late_s``, interpolated between logarithms."""
     places = np.arange(hz_fm.shape[1])
     behind = np.minimum((late_fm > late_s * (1.0 + SAME)).sum(0), len(hz_fm) - 1)

@@ -19,9 +19,9 @@ from collapipe_flwr.scheduler.radio.problem import (
     Point,
     RadioProblem,
     RadioTerms,
-    radio_problem,
+    make_radio_problem,
 )
-from collapipe_flwr.scheduler.radio.warm_start import warm_start
+from collapipe_flwr.scheduler.radio.warm_start import find_start
 
 MAX_STEPS = 80
 TOLERANCE = 1e-4  # relative distance from the optimum
@@ -54,13 +54,13 @@ class NewtonSystem:
     """
 
     def __init__(self, terms: RadioTerms, value: Evaluation, duals: Array, curve: Array) -> None:
-        hops, y, k = terms.hops, terms.index.parts(duals), terms.index.parts(curve)
+        hops, y, k = terms.hops, terms.index.split(duals), terms.index.split(curve)
         self.hops, self.value, self.y, self.k = hops, value, y, k
         edge, own = hops.edge_r2, y.late[hops.row_h] * value.share_x
         rest = value.energy_2 + k.power + own
         self.pivot = rest + k.cap
         self.pull = k.cap / self.pivot  # of a cap on its hops
-        across, self.omega = self._edges(own[edge])
+        across, self.omega = self._eliminate_edges(own[edge])
         self.drag = across / self.pivot[edge]  # of omega on the row's two edge hops
         self.across = across
         self.by_share = value.share_x / self.pivot
@@ -68,18 +68,18 @@ class NewtonSystem:
         np.multiply(self.pull, rest, out=lines[0])
         np.multiply(self.pull, value.share_x, out=lines[1])
         np.multiply(self.by_share, value.share_x, out=lines[2])
-        sums = hops.lines_by_cap(lines)
+        sums = hops.sum_lines_by_cap(lines)
         # What stands on the caps' diagonal apart from hops; unused caps stay regular.
         cap = k.stage + y.late[:, None] * value.share_cap + terms.index.unbound
         self.cap = cap + sums[0]
-        self.mixed = self._on_caps(k.cap[edge] * self.drag)
+        self.mixed = self._sum_by_cap(k.cap[edge] * self.drag)
         self.lean = self.mixed / self.cap
-        self.omega = self.omega - hops.by_row(self.mixed * self.lean)
+        self.omega = self.omega - hops.sum_by_row(self.mixed * self.lean)
         self.share_cap = value.share_cap + sums[1]
-        self.share_omega = -hops.by_row(across * self.by_share[edge])
-        self._couple(hops.by_row(sums[2]))
+        self.share_omega = -hops.sum_by_row(across * self.by_share[edge])
+        self._couple(hops.sum_by_row(sums[2]))
 
-    def _edges(self, own_r2: Array) -> tuple[Array, Array]:
+    def _eliminate_edges(self, own_r2: Array) -> tuple[Array, Array]:
         """Cross derivative of x and omega; omega's diagonal with edge hops eliminated.
 
         The latter without differences of large numbers.
@@ -89,23 +89,23 @@ class NewtonSystem:
         left = bend * k * (1.0 - fall) ** 2
         left += (own_r2 + self.k.cap[edge]) * (bend + k * fall**2)
         bent = left / self.pivot[edge] + self.y.power[edge] * value.low_bend
-        return bend + k * fall, self.y.band[0] * value.width + self.hops.by_row(bent)
+        return bend + k * fall, self.y.band[0] * value.width + self.hops.sum_by_row(bent)
 
-    def _on_caps(self, values_r2: Array) -> Array:
+    def _sum_by_cap(self, values_r2: Array) -> Array:
         """Values of the two edge hops of every row, (R, 2), summed by the cap that bounds them."""
-        return values_r2 if self.hops.sides == 2 else self.hops.by_row(values_r2)[:, None]
+        return values_r2 if self.hops.sides == 2 else self.hops.sum_by_row(values_r2)[:, None]
 
-    def _reduced(self, omega: Array, cap: Array) -> tuple[Array, Array]:
+    def _solve_reduced(self, omega: Array, cap: Array) -> tuple[Array, Array]:
         """Solve for omega and the caps once hops are eliminated."""
         ends = cap / self.cap
-        omega = (omega - self.hops.by_row(self.mixed * ends)) / self.omega
+        omega = (omega - self.hops.sum_by_row(self.mixed * ends)) / self.omega
         return omega, ends - self.lean * omega[:, None]
 
     def _couple(self, own_share: Array) -> None:
         """Compute the terms of rows and of the round: share' K^-1 share and its relatives."""
         late, k_late, width = self.y.late, self.k.late, self.value.width
-        self.omega_of_share, caps = self._reduced(self.share_omega, self.share_cap)
-        sigma = own_share + self.hops.by_row(self.share_cap * caps)
+        self.omega_of_share, caps = self._solve_reduced(self.share_omega, self.share_cap)
+        sigma = own_share + self.hops.sum_by_row(self.share_cap * caps)
         sigma += self.share_omega * self.omega_of_share
         self.lift = k_late - late
         self.divisor = 1.0 + self.lift * sigma
@@ -124,20 +124,20 @@ class NewtonSystem:
         lines = np.empty((2, len(u)))
         np.multiply(self.k.cap, u, out=lines[0])
         np.multiply(self.value.share_x, u, out=lines[1])
-        sums = hops.lines_by_cap(lines)
+        sums = hops.sum_lines_by_cap(lines)
         cap = sums[0] - gradient.cap
-        omega = -gradient.omega - hops.by_row(self.across * u[hops.edge_r2])
-        alone, caps = self._reduced(omega, cap)
-        along = hops.by_row(sums[1] + self.share_cap * caps) + self.share_omega * alone
-        tau, pull = self._shared(gradient.tau, alone, along)
+        omega = -gradient.omega - hops.sum_by_row(self.across * u[hops.edge_r2])
+        alone, caps = self._solve_reduced(omega, cap)
+        along = hops.sum_by_row(sums[1] + self.share_cap * caps) + self.share_omega * alone
+        tau, pull = self._solve_shared(gradient.tau, alone, along)
         lean = (k_late * tau - self.lift * along) / self.divisor + pull * self.lift * self.seen
         omega = omega + lean * self.share_omega - pull * width
-        omega, caps = self._reduced(omega, cap + lean[:, None] * self.share_cap)
+        omega, caps = self._solve_reduced(omega, cap + lean[:, None] * self.share_cap)
         x = u + lean[hops.row_h] * self.by_share + self.pull * caps.ravel()[hops.cap_h]
         x[hops.edge_r2] -= self.drag * omega[:, None]
         return Point(x=x, omega=omega, cap=caps, tau=tau)
 
-    def _shared(self, gradient_tau: float, alone: Array, along: Array) -> tuple[float, float]:
+    def _solve_shared(self, gradient_tau: float, alone: Array, along: Array) -> tuple[float, float]:
         """Solve for the steps of tau and of the bandwidth's price."""
         k_late, width = self.k.late, self.value.width
         first = float(np.vdot(k_late, along / self.divisor)) - gradient_tau
@@ -159,10 +159,10 @@ class InteriorPoint:
     def solve(self, tolerance: float = TOLERANCE) -> Optimum:
         """Newton steps until a repaired point is good enough, or the best of the step limit."""
         terms = self.terms
-        point, price = warm_start(terms)
-        terms.scale = 1.0 / terms.objective(point)
+        point, price = find_start(terms)
+        terms.scale = 1.0 / terms.compute_objective(point)
         value = terms.evaluate(point)
-        duals = self._first_duals(value, price * np.exp(point.tau))
+        duals = self._make_first_duals(value, price * np.exp(point.tau))
         slack = np.maximum(value.margin, FIRST_GAP / self.index.count / np.maximum(duals, 1e-300))
         slack[self.index.idle] = 1.0
         best: Optimum | None = None
@@ -171,51 +171,51 @@ class InteriorPoint:
             value = terms.evaluate(point)
             gap = float(np.vdot(duals, slack) + np.vdot(duals, np.abs(slack - value.margin)))
             if gap < tolerance or steps == MAX_STEPS:
-                settled = terms.settled(point)
-                gap = self._error(point, settled, value, duals, gap)
+                settled = terms.settle(point)
+                gap = self._estimate_error(point, settled, value, duals, gap)
                 if best is None or gap < best.gap:
-                    price = self.index.parts(duals).late / (terms.scale * np.exp(point.tau))
+                    price = self.index.split(duals).late / (terms.scale * np.exp(point.tau))
                     best = Optimum(point=settled, latency_price_r=price, gap=gap, steps=steps)
                 if gap < tolerance:
                     break
         assert best is not None  # of the last step at the latest
         return best
 
-    def _error(
+    def _estimate_error(
         self, point: Point, settled: Point, value: Evaluation, duals: Array, gap: float
     ) -> float:
         """Estimated relative distance of ``settled`` from the optimum, ``gap`` that of ``point``.
 
         Added to it: how far the duals are from stationary, and what the repair costs.
         """
-        stray = self._gradient(value, duals).square() ** 0.5 / 10.0
-        found, claimed = self.terms.objective(settled), self.terms.objective(point)
+        stray = self._compute_gradient(value, duals).compute_square() ** 0.5 / 10.0
+        found, claimed = self.terms.compute_objective(settled), self.terms.compute_objective(point)
         return float((gap + stray) / (self.terms.scale * found) + 1.0 - claimed / found)
 
-    def _first_duals(self, value: Evaluation, late: Array) -> Array:
+    def _make_first_duals(self, value: Evaluation, late: Array) -> Array:
         """Multipliers that ``late``, up to a common factor, implies for all other constraints."""
         hops, duals = self.hops, np.zeros(self.index.length)
-        d = self.index.parts(duals)
+        d = self.index.split(duals)
         d.late[...] = late * (value.objective_tau / late.sum())
         free = value.energy_1 + d.late[hops.row_h] * value.share_x
         np.maximum(free, 0.0, out=d.power)
         np.maximum(-free, 0.0, out=d.cap)
-        capped = hops.by_cap(d.cap).reshape(hops.rows, hops.sides)
+        capped = hops.sum_by_cap(d.cap).reshape(hops.rows, hops.sides)
         np.maximum(d.late[:, None] * value.share_cap - capped, 0.0, out=d.stage)
         edge = hops.edge_r2
         d.band[0] = -(value.energy_1[edge] + d.power[edge] * value.slope).sum()
         least = FIRST_GAP / self.index.count / np.maximum(value.margin, 1e-2)
         return np.maximum(self.index.mask * np.maximum(duals, least), UNBOUND)
 
-    def _gradient(self, value: Evaluation, weight: Array) -> Point:
+    def _compute_gradient(self, value: Evaluation, weight: Array) -> Point:
         """Gradient of the objective plus ``weight``-ed constraints."""
-        hops, w = self.hops, self.index.parts(weight)
+        hops, w = self.hops, self.index.split(weight)
         edge = hops.edge_r2
-        capped = hops.by_cap(w.cap).reshape(hops.rows, hops.sides)
+        capped = hops.sum_by_cap(w.cap).reshape(hops.rows, hops.sides)
         at_edge = value.energy_1[edge] + w.power[edge] * value.slope
         return Point(
             x=value.energy_1 + w.cap - w.power + w.late[hops.row_h] * value.share_x,
-            omega=hops.by_row(at_edge) + w.band[0] * value.width,
+            omega=hops.sum_by_row(at_edge) + w.band[0] * value.width,
             cap=w.late[:, None] * value.share_cap - capped - w.stage,
             tau=value.objective_tau - float(w.late.sum()),
         )
@@ -234,37 +234,37 @@ class InteriorPoint:
         system = NewtonSystem(self.terms, value, duals, curve)
 
         def towards(aim: Array) -> tuple[Point, Array, Array]:
-            step = system.solve(self._gradient(value, aim / slack + curve * missed))
-            d_slack = self._along(value, step) - missed
+            step = system.solve(self._compute_gradient(value, aim / slack + curve * missed))
+            d_slack = self._differentiate(value, step) - missed
             return step, d_slack, aim / slack - duals - curve * d_slack
 
         _, d_slack, d_duals = towards(np.zeros_like(slack))
-        reach = min(to_boundary(slack, d_slack), 1.0)
-        dual_reach = min(to_boundary(duals, d_duals), 1.0)
+        reach = min(find_reach(slack, d_slack), 1.0)
+        dual_reach = min(find_reach(duals, d_duals), 1.0)
         left = float(np.vdot(slack + reach * d_slack, duals + dual_reach * d_duals))
         centre = max((left / (mean * self.index.count)) ** 3 * mean, least / self.index.count)
         step, d_slack, d_duals = towards(mask * centre - d_slack * d_duals)
-        primal = min(REACH * to_boundary(slack, d_slack), 1.0)
+        primal = min(REACH * find_reach(slack, d_slack), 1.0)
         primal = min(primal, STRIDE / max(float(np.abs(step.x).max()), STRIDE))
-        dual = min(REACH * to_boundary(duals, d_duals), 1.0)
-        return point.moved(step, primal), slack + primal * d_slack, duals + dual * d_duals
+        dual = min(REACH * find_reach(duals, d_duals), 1.0)
+        return point.move(step, primal), slack + primal * d_slack, duals + dual * d_duals
 
-    def _along(self, value: Evaluation, step: Point) -> Array:
+    def _differentiate(self, value: Evaluation, step: Point) -> Array:
         """Directional derivatives of all margins along ``step``, flat."""
         hops, flat = self.hops, np.empty(self.index.length)
-        parts, dx = self.index.parts(flat), value.share_x * step.x
+        parts, dx = self.index.split(flat), value.share_x * step.x
         np.subtract(step.cap.ravel()[hops.cap_h], step.x, out=parts.cap)
         parts.power[...] = step.x
         parts.power[hops.edge_r2] -= value.slope * step.omega[:, None]
         parts.stage[...] = step.cap
-        sent = hops.by_cap(dx).reshape(hops.rows, hops.sides) + value.share_cap * step.cap
-        np.subtract(step.tau, hops.by_row(sent), out=parts.late)
+        sent = hops.sum_by_cap(dx).reshape(hops.rows, hops.sides) + value.share_cap * step.cap
+        np.subtract(step.tau, hops.sum_by_row(sent), out=parts.late)
         parts.band[0] = -np.vdot(value.width, step.omega)
         flat[self.index.idle] = 0.0
         return flat
 
 
-def to_boundary(values: Array, step: Array) -> float:
+def find_reach(values: Array, step: Array) -> float:
     """How far ``values + length * step`` stays positive, at most 1e3."""
     fastest_fall = -float((step / values).min())
     return 1.0 / max(fastest_fall, 1e-3)
@@ -294,7 +294,9 @@ def allocate(
 
     ``tolerance`` bounds the objective's relative distance from the optimum.
     """
-    problem = radio_problem(chain, price_rs, latency_price=latency_price, bandwidth_hz=bandwidth_hz)
+    problem = make_radio_problem(
+        chain, price_rs, latency_price=latency_price, bandwidth_hz=bandwidth_hz
+    )
     _refuse_nonsense(problem)
     solver = InteriorPoint(problem)
     best = solver.solve(tolerance)
@@ -330,7 +332,7 @@ def _refuse_nonsense(problem: RadioProblem) -> None:
             )
 
 
-def equal_shares(chain: Chain, bandwidth_hz: float) -> Allocation:
+def share_equally(chain: Chain, bandwidth_hz: float) -> Allocation:
     """Allocate equal bandwidth and full power, the plain alternative."""
     count = len(chain.rows)
     width = np.full(count, bandwidth_hz / count)

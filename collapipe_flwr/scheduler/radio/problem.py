@@ -16,7 +16,7 @@ bandwidth. There ``_h`` is a used hop-direction and ``_c`` a cap (row-major: phi
 
 All constraints stand in one flat vector (`ConstraintIndex`), so that the interior point's
 arithmetic on slacks and duals is plain array arithmetic. Clusters with one micro-batch have no
-slowest resource to bound: their entries are masked out. `RadioTerms.settled` turns an interior
+slowest resource to bound: their entries are masked out. `RadioTerms.settle` turns an interior
 point's last iterate into a plan without violations.
 """
 
@@ -53,7 +53,7 @@ class RadioProblem:
     bandwidth_hz: float
 
 
-def radio_problem(
+def make_radio_problem(
     chain: Chain, price_rs: Array, *, latency_price: float, bandwidth_hz: float
 ) -> RadioProblem:
     """Build the radio block; ``price_rs`` per joule of control unit and slots (R, S + 1)."""
@@ -87,7 +87,7 @@ def radio_problem(
     )
 
 
-def convex_latency_s(chain: Chain, times: Array | None) -> Array:
+def compute_convex_latency_s(chain: Chain, times: Array | None) -> Array:
     """Compute 1F1B's rounds as the program sees them, (R,): all stages and hops, then the slowest.
 
     With ``times`` None, return the part that hops do not change.
@@ -123,21 +123,21 @@ class FlatHops:
     low_h: Array
     edge_snr_r2: Array  # SNR at full power, times bandwidth
 
-    def by_cap(self, values: Array) -> Array:
+    def sum_by_cap(self, values: Array) -> Array:
         """Sum over the stretch of every cap, along the last axis."""
         return np.add.reduceat(values, self.starts_c, axis=-1)
 
-    def by_row(self, values: Array) -> Array:
+    def sum_by_row(self, values: Array) -> Array:
         """Add up values of a row's caps, (..., R, sides), or of its two edge hops, (R, 2)."""
         if values.shape[-1] == 1:
             return np.asarray(values[..., 0])
         return np.asarray(values[..., 0] + values[..., 1])
 
-    def lines_by_cap(self, values: Array) -> Array:
+    def sum_lines_by_cap(self, values: Array) -> Array:
         """Sum several lines of hops by cap, (lines, R, sides)."""
-        return self.by_cap(values).reshape(len(values), self.rows, self.sides)
+        return self.sum_by_cap(values).reshape(len(values), self.rows, self.sides)
 
-    def edge_low(self, omega: Array) -> tuple[Array, Array, Array]:
+    def compute_edge_low(self, omega: Array) -> tuple[Array, Array, Array]:
         """Compute ln(time) at full power to the edge, (R, 2), and two derivatives by omega."""
         snr = self.edge_snr_r2 * np.exp(-omega)[:, None]
         gained, rest = np.log1p(snr), 1.0 / (1.0 + snr)
@@ -188,7 +188,7 @@ class Point:
     cap: Array  # (R, sides): phi, beta
     tau: float
 
-    def moved(self, step: Point, length: float) -> Point:
+    def move(self, step: Point, length: float) -> Point:
         """Return this point plus ``length`` times ``step``."""
         return Point(
             x=self.x + length * step.x,
@@ -197,7 +197,7 @@ class Point:
             tau=self.tau + length * step.tau,
         )
 
-    def square(self) -> float:
+    def compute_square(self) -> float:
         """Return the squared length."""
         parts = (self.x, self.omega, self.cap)
         return float(sum(np.vdot(part, part) for part in parts)) + self.tau**2
@@ -223,14 +223,14 @@ class ConstraintIndex:
         self.cap, self.power, self.stage, self.late, self.length = (int(stop) for stop in stops)
         bound = problem.cap_weight_r2[:, : hops.sides] > 0
         self.mask = np.ones(self.length)
-        parts = self.parts(self.mask)
+        parts = self.split(self.mask)
         parts.cap[...] = bound.ravel()[hops.cap_h]
         parts.stage[...] = bound
         self.idle = np.flatnonzero(self.mask == 0.0)
         self.count = float(self.mask.sum())
         self.unbound = 1.0 - bound  # keeps the pivots of unused caps regular
 
-    def parts(self, flat: Array) -> ConstraintParts:
+    def split(self, flat: Array) -> ConstraintParts:
         """Return writable views of ``flat``."""
         return ConstraintParts(
             flat[: self.cap],
@@ -267,21 +267,21 @@ class RadioTerms:
         self.log_stage = np.log(np.maximum(problem.stage_max_r2[:, : self.hops.sides], 1e-12))
         self.scale = 1.0
 
-    def objective(self, point: Point) -> float:
+    def compute_objective(self, point: Point) -> float:
         """Compute what is minimised, in the problem's own units."""
-        energy = float(self._energy(point)[0].sum()) / self.scale
+        energy = float(self._compute_energy(point)[0].sum()) / self.scale
         return self.problem.latency_price * float(np.exp(point.tau)) + energy
 
     def evaluate(self, point: Point) -> Evaluation:
         p, hops = self.problem, self.hops
-        _, energy_1, energy_2 = self._energy(point)
-        late, share_x, share_cap = self._late(point.x, point.cap)
-        edge_low, slope, low_bend = hops.edge_low(point.omega)
+        _, energy_1, energy_2 = self._compute_energy(point)
+        late, share_x, share_cap = self._compute_late(point.x, point.cap)
+        edge_low, slope, low_bend = hops.compute_edge_low(point.omega)
         width = np.exp(point.omega) / p.bandwidth_hz
         low = hops.low_h.copy()
         low[hops.edge_r2] = edge_low
         margin = np.empty(self.index.length)
-        parts = self.index.parts(margin)
+        parts = self.index.split(margin)
         np.subtract(point.cap.ravel()[hops.cap_h], point.x, out=parts.cap)
         np.subtract(point.x, low, out=parts.power)
         np.subtract(point.cap, self.log_stage, out=parts.stage)
@@ -300,7 +300,7 @@ class RadioTerms:
             objective_tau=self.scale * p.latency_price * float(np.exp(point.tau)),
         )
 
-    def settled(self, point: Point) -> Point:
+    def settle(self, point: Point) -> Point:
         """Return a point beside ``point`` that keeps every limit exactly.
 
         Bandwidth adds up, no hop is faster than at full power, hops that cost nothing are as fast,
@@ -309,24 +309,24 @@ class RadioTerms:
         hops = self.hops
         omega = point.omega + np.log(self.problem.bandwidth_hz / np.exp(point.omega).sum())
         low = hops.low_h.copy()
-        low[hops.edge_r2] = hops.edge_low(omega)[0]
+        low[hops.edge_r2] = hops.compute_edge_low(omega)[0]
         x = np.where(hops.worth_h > 0.0, np.maximum(point.x, low), low)
         for _ in range(CATCH_UPS):
-            late, share_x, share_cap = self._late(x, self._slowest(x))
+            late, share_x, share_cap = self._compute_late(x, self._find_slowest(x))
             behind = np.maximum(late - point.tau, 0.0)
             if behind.max() < ON_TIME:
                 break
-            sent = hops.by_row(hops.by_cap(share_x).reshape(share_cap.shape) + share_cap)
+            sent = hops.sum_by_row(hops.sum_by_cap(share_x).reshape(share_cap.shape) + share_cap)
             x = np.maximum(x - (behind / sent)[hops.row_h], low)
-        cap = self._slowest(x)
-        return Point(x=x, omega=omega, cap=cap, tau=float(self._late(x, cap)[0].max()))
+        cap = self._find_slowest(x)
+        return Point(x=x, omega=omega, cap=cap, tau=float(self._compute_late(x, cap)[0].max()))
 
-    def _slowest(self, x: Array) -> Array:
+    def _find_slowest(self, x: Array) -> Array:
         """Return the least caps that hop times allow."""
         hops = np.maximum.reduceat(x, self.hops.starts_c).reshape(self.log_stage.shape)
         return np.maximum(hops, self.log_stage)
 
-    def _energy(self, point: Point) -> tuple[Array, Array, Array]:
+    def _compute_energy(self, point: Point) -> tuple[Array, Array, Array]:
         """Compute priced, scaled energy of every hop and two derivatives by y = x + omega."""
         hops = self.hops
         z = hops.log_bits_h - point.x
@@ -337,11 +337,11 @@ class RadioTerms:
         grown += 1.0
         return worth * mean, worth * (mean - grown), worth * (grown * (z - 1.0) + mean)
 
-    def _late(self, x: Array, cap: Array) -> tuple[Array, Array, Array]:
+    def _compute_late(self, x: Array, cap: Array) -> tuple[Array, Array, Array]:
         """Compute ln(latency) of every row, and the shares of hops and slowest resources in it."""
         hops = self.hops
         hop, slow = hops.weight_h * np.exp(x), self.cap_weight * np.exp(cap)
-        sent = hops.by_cap(hop).reshape(hops.rows, hops.sides)
-        total = self.problem.fixed_s_r + hops.by_row(sent + slow)
+        sent = hops.sum_by_cap(hop).reshape(hops.rows, hops.sides)
+        total = self.problem.fixed_s_r + hops.sum_by_row(sent + slow)
         part = 1.0 / total
         return np.log(total), hop * part[hops.row_h], slow * part[:, None]

@@ -37,7 +37,7 @@ class Response:
     demand: Array  # ln(what a relative change of its bandwidth is worth)
 
 
-def warm_start(terms: RadioTerms) -> tuple[Point, Array]:
+def find_start(terms: RadioTerms) -> tuple[Point, Array]:
     """Return a point within all bounds, and each cluster's price of a second, (R,).
 
     Prices and bandwidth are adjusted from equal bandwidth and the full price for everyone.
@@ -70,7 +70,7 @@ class _PriceAdjustment:
         edge = hops.edge_r2
         bits, low = hops.log_bits_h.copy(), hops.low_h.copy()
         bits[edge] -= omega[:, None]
-        low[edge] = hops.edge_low(omega)[0]
+        low[edge] = hops.compute_edge_low(omega)[0]
         ratio = price[hops.row_h] + bits - self.log_worth
         slowest = np.maximum(bits - look_up_log_exponent(ratio + self.repeats), low)
         cap = np.maximum(np.maximum.reduceat(slowest, hops.starts_c), self.log_stage.ravel())
@@ -79,14 +79,14 @@ class _PriceAdjustment:
         cap = cap.reshape(self.cap_weight.shape)
         slow, hop = self.cap_weight * np.exp(cap), hops.weight_h * np.exp(x)
         pace = hop + (slowest >= bound) * slow.ravel()[hops.cap_h]
-        sums = hops.lines_by_cap(np.stack([hop, pace * (slowest > low)]))
-        latency = p.fixed_s_r + hops.by_row(sums[0] + slow)
-        at_edge = hops.by_row(pace[edge])
+        sums = hops.sum_lines_by_cap(np.stack([hop, pace * (slowest > low)]))
+        latency = p.fixed_s_r + hops.sum_by_row(sums[0] + slow)
+        at_edge = hops.sum_by_row(pace[edge])
         return Response(
             x=x,
             cap=cap,
             latency_s=latency,
-            elastic=hops.by_row(sums[1]) / latency,
+            elastic=hops.sum_by_row(sums[1]) / latency,
             edge=at_edge / latency,
             demand=price + np.log(at_edge / p.weight_r),
         )
