@@ -50,17 +50,17 @@ THRIFT = 1e-3  # of the latency weight: the price of energy while all queues are
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What policies share: states start from a reference plan and learn from rounds."""
+    """Base of all policies: states start from a reference plan and learn from rounds."""
 
     settings: SchedulerConfig
     name: str
 
     def init(self, snapshot: Snapshot) -> SchedulerState:
-        """Empty queues and the reference plan of ``snapshot``."""
+        """Make empty queues and the reference plan of ``snapshot``."""
         return make_initial_state(choose_edges(snapshot, {}, {}), self.settings)
 
     def observe(self, state: SchedulerState, plan: Plan, outcome: RoundOutcome) -> SchedulerState:
-        """Queues by realised energy, estimates by telemetry; rules keep them for reporting."""
+        """Advance queues by the energy spent and estimates by telemetry; rules only report them."""
         settings, steps = self.settings, [c.local_steps for c in plan.clusters]
         planned_j = {cluster.cluster_id: cluster.energy_j for cluster in plan.clusters}
         spent_j = {
@@ -101,13 +101,13 @@ class Policy:
         )
 
     def _settle_placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
-        """Place-holders after a round: unchanged for policies that ignore prices."""
+        """Return the place-holders after a round: unchanged for policies that ignore prices."""
         del accounts_j
         return state.placeholder_j
 
 
 def make_initial_state(snapshot: Snapshot, settings: SchedulerConfig) -> SchedulerState:
-    """Empty queues, and a plain plan as the reference of latency and rounds."""
+    """Make empty queues, with a plain plan as the reference of latency and rounds."""
     tables = tabulate(snapshot, settings.coarsest)
     reference = _make_reference(_replace_dead_links(tables), settings)
     return SchedulerState(reference=reference, budget_j=collect_budgets({}, snapshot))
@@ -147,7 +147,7 @@ def _make_reference(tables: Tables, settings: SchedulerConfig) -> Reference:
 
 
 def _make_plain_rows(tables: Tables, settings: SchedulerConfig) -> Layouts:
-    """Blocks by speed over up to three devices; where that fits nowhere, by memory over all.
+    """Divide blocks by speed over up to three devices; where nothing fits, by memory over all.
 
     All clusters have the same batch, the one nearest to the middle of the grid that fits. Where
     none fits, the last one tried is returned: planning then refuses the snapshot with a reason.
@@ -182,7 +182,7 @@ def sort_by_middle(settings: SchedulerConfig) -> list[tuple[int, int]]:
 
 
 def collect_budgets(before: Nested, snapshot: Snapshot) -> dict[str, dict[str, float]]:
-    """Energy budgets by cluster and device: those known ``before``, under the snapshot's.
+    """Collect energy budgets by cluster and device: the snapshot's, else those known ``before``.
 
     A device that is away for some rounds keeps its queue and its account that way.
     """
@@ -191,7 +191,7 @@ def collect_budgets(before: Nested, snapshot: Snapshot) -> dict[str, dict[str, f
 
 
 def price_learning(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Learning:
-    """Progress by today's estimates; none where only the length of a round counts."""
+    """Price progress by today's estimates; not at all where only the length of rounds counts."""
     if not settings.bound:
         return make_learning(tables, None, require_reference(state))
     if settings.progress == NOISE_SCALE:
@@ -216,12 +216,12 @@ def make_solver(
 
 
 def choose_weight(state: SchedulerState, settings: SchedulerConfig) -> float:
-    """V: the user's, or what the first plan found."""
+    """Choose V: the user's, or what the first plan found."""
     return settings.penalty_weight or state.weight or USUAL_WEIGHT
 
 
 def price_energy(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Array:
-    """Objective per joule: ``Q / budget^2``, plus a little so that nothing is wasted."""
+    """Price a joule of every member: ``Q / budget^2``, plus a little so that nothing is wasted."""
     members, reference = tables.members, require_reference(state)
     queue = tabulate_members(tables, state.energy_queue_j) + tabulate_members(
         tables, state.placeholder_j
@@ -235,7 +235,7 @@ def price_energy(tables: Tables, state: SchedulerState, settings: SchedulerConfi
 
 
 def compute_energy_room(tables: Tables, state: SchedulerState, settings: SchedulerConfig) -> Array:
-    """Joules that devices may spend in this round, (M, I): their account and their budget.
+    """Compute the joules that devices may spend in this round, (M, I): account plus budget.
 
     Infinite without a budget, and for control units, which must work whatever it takes.
     """
@@ -248,7 +248,7 @@ def compute_energy_room(tables: Tables, state: SchedulerState, settings: Schedul
 
 
 def tabulate_members(tables: Tables, values: Nested) -> Array:
-    """Values by cluster and device as (M, I), 0 where none is known."""
+    """Convert values by cluster and device to (M, I), 0 where none is known."""
     table = np.zeros_like(tables.members.speed_mi)
     for m, cluster in enumerate(tables.snapshot.clusters):
         known = values.get(cluster.profile.cluster_id, {})
@@ -259,7 +259,7 @@ def tabulate_members(tables: Tables, values: Nested) -> Array:
 
 
 def name_values(tables: Tables, values_mi: Array) -> dict[str, dict[str, float]]:
-    """Values above 0 of (M, I) by cluster and device."""
+    """Convert (M, I) to the values above 0 by cluster and device."""
     return {
         cluster.profile.cluster_id: {
             member.device_id: float(value)

@@ -183,7 +183,7 @@ class RoundController:
 
     @property
     def state(self) -> SchedulerState:
-        """The scheduler's state, from the first plan on."""
+        """The scheduler's state, which exists from the first plan on."""
         assert self.memory.state is not None
         return self.memory.state
 
@@ -355,7 +355,7 @@ class RoundController:
         return measure_outcome(plan, priced, measured, profile, seen.model_of(profile), links=links)
 
     def _add_expected(self, found: ClusterOutcome) -> ClusterOutcome:
-        """Add the stage times that the scheduler expected."""
+        """Add the stage times that the scheduler expected to the outcome."""
         beliefs, name = self.state.beliefs, found.cluster_id
         stages = (replace(s, expected_s=expect_s(beliefs, name, s)) for s in found.stages)
         return replace(found, stages=tuple(stages))

@@ -176,7 +176,7 @@ class EarlyClosing:
 
     @property
     def latency_m(self) -> Array:
-        """Of all clusters, in the order of the parts."""
+        """Seconds of a round of every cluster, in the order of the parts, (M,)."""
         return np.concatenate([part.solution.priced.latency_s for part in self.parts])
 
     @property

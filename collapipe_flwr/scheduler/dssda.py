@@ -71,7 +71,7 @@ class Dssda(Policy):
         return late + worth + price_heads(plan, snapshot, state)
 
     def _step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
-        """`step` where every cluster has one edge."""
+        """Plan as `step` does where every cluster has one edge."""
         seen, profiles = estimate_profiles(snapshot, state.beliefs, self.settings.profile_memory)
         gains = state.doubt
         try:
@@ -108,7 +108,7 @@ class Dssda(Policy):
         return best.plan(self.name)
 
     def _start(self, state: SchedulerState, snapshot: Snapshot) -> SchedulerState:
-        """V and place-holders of the queues, from the static dual of the first round."""
+        """Derive V and the queues' place-holders from the static dual of the first round."""
         settings = replace(self.settings, penalty_weight=1.0)
         tables = tabulate(snapshot, settings.coarsest)
         tables = cap_shares(tables, find_least_shares(tables, settings), settings)
@@ -134,11 +134,11 @@ class Dssda(Policy):
         )
 
     def _compute_room(self, tables: Tables, state: SchedulerState) -> Array:
-        """Joules that every device may spend in this round."""
+        """Compute the joules that every device may spend in this round."""
         return compute_energy_room(tables, state, self.settings)
 
     def _settle_placeholders(self, state: SchedulerState, accounts_j: Nested) -> Nested:
-        """Place-holders after a round."""
+        """Return the place-holders after a round."""
         return settle_placeholders(state.placeholder_j, accounts_j, state.budget_j)
 
     def _decide(self, state: SchedulerState, snapshot: Snapshot, share: float) -> Decision:
@@ -209,7 +209,7 @@ class Dssda(Policy):
 
 
 def price_heads(plan: Plan, snapshot: Snapshot, state: SchedulerState) -> float:
-    """Price the energy of devices that are edges, ``Q / budget^2`` a joule as that of others."""
+    """Price a joule of devices that are edges as that of others: ``Q / budget^2``."""
     total = 0.0
     for profile in (cluster.profile for cluster in snapshot.clusters):
         name, part = profile.edge_device, plan.find_cluster(profile.cluster_id)
@@ -221,13 +221,13 @@ def price_heads(plan: Plan, snapshot: Snapshot, state: SchedulerState) -> float:
 
 
 def reserve_radio(planner: PlanSolver, solution: Solution) -> PlanSolver:
-    """``planner`` in which computing leaves room for the transmissions of ``solution``."""
+    """Lower the room for computing by what the transmissions of ``solution`` take."""
     needed = (1.0 + RADIO_SPARE) * solution.tabulate_radio(planner.room_mi.shape)
     return replace(planner, room_mi=planner.room_mi - needed)
 
 
 def fit_accounts(planner: PlanSolver, solution: Solution) -> Solution:
-    """``solution``, improved with less room for computing while transmissions overdraw accounts.
+    """Improve ``solution`` with less room for computing while transmissions overdraw accounts.
 
     Many clusters leave no time for that: what is overdrawn by transmissions is paid back later.
     """

@@ -151,7 +151,7 @@ class EdgeChoice:
         return choose_edges(self._snapshot, chosen, self._state.links)
 
     def _propose_starts(self) -> Iterator[Assignment]:
-        """All edges in turn, everybody's second edge, third, and so on, and the roomiest."""
+        """Propose all edges in turn, everybody's second edge, third, etc., and the roomiest."""
         yield tuple(m % len(edges) for m, edges in enumerate(self._eliminate_edges))
         for k in range(1, max(map(len, self._eliminate_edges))):
             yield tuple(min(k, len(edges) - 1) for edges in self._eliminate_edges)
@@ -172,7 +172,7 @@ class EdgeChoice:
         return best if gains else now
 
     def _bound_seconds(self, plan: Plan) -> Array:
-        """T, (M, K, N); infinite where an edge has no room, and 0 of clusters without a plan."""
+        """Bound T, (M, K, N): infinite where an edge has no room, 0 of clusters without a plan."""
         named = {each.cluster_id: each for each in plan.clusters}
         most = max(map(len, self._eliminate_edges))
         shape = (len(self._eliminate_edges), most, len(SHARING))
@@ -215,7 +215,7 @@ class EdgeChoice:
     def _bound_rounds_s(
         self, seen: Snapshot, plans: Sequence[ClusterPlan], counts: Sequence[int]
     ) -> Array:
-        """Seconds of every plan's round if so many clusters share its edge, (M, N)."""
+        """Bound the seconds of every plan's round if so many clusters share its edge, (M, N)."""
 
         def alone(cluster: ClusterSnapshot) -> ClusterSnapshot:
             profile = cluster.profile
@@ -250,7 +250,7 @@ def _find_place(sharing: int | Ints) -> Ints:
 
 
 class _Outlook:
-    """What assignments promise, by T."""
+    """Predicts what an assignment of clusters to edges costs, by T."""
 
     def __init__(self, edges: Sequence[Sequence[EdgeProfile | None]], seconds_mkn: Array) -> None:
         self.seconds_mkn = seconds_mkn
@@ -264,7 +264,7 @@ class _Outlook:
         self._every = np.arange(len(edges))
 
     def _look_up_latency(self, assignment: Assignment) -> tuple[Array, Ints]:
-        """Seconds of every cluster, and its machine."""
+        """Look up the seconds of every cluster, and its machine."""
         k = np.array(assignment)
         machine = self._machine_mk[self._every, k]
         return self.seconds_mkn[self._every, k, _find_place(np.bincount(machine)[machine])], machine
@@ -302,7 +302,7 @@ def map_edges(plan: Plan | None) -> dict[str, str]:
 def choose_edges(snapshot: Snapshot, chosen: Chosen, links: LinkEstimates) -> Snapshot:
     """Give every cluster one edge: the chosen one, else its first.
 
-    ``links`` are what is known of its links. The snapshot itself where nobody has a choice.
+    ``links`` are what is known of its links. Returns the snapshot where nobody has a choice.
     """
     clusters = tuple(
         _choose_edge(c, chosen.get(c.profile.cluster_id), snapshot.model_of(c.profile))

@@ -1,4 +1,4 @@
-"""What to plan with where profiles are noisy, biased or old: averages, and what rounds showed.
+"""Estimates of devices whose profiles are noisy, biased or old, from averages and measured rounds.
 
 **Claims.** Speed and energy per operation of profiles are averaged in the logarithm, per device. A
 claim that differs from its average by more than a factor of two is a change (another load, another
@@ -72,7 +72,7 @@ its id of the cluster, which is ``EDGE`` where there is one."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileEstimates:
-    """What is known about devices besides today's profiles.
+    """Knowledge about devices besides today's profiles.
 
     ``block_s`` are the seconds that a block of the model takes the devices of machines with one
     example, as far as is known: cluster -> device -> seconds.
@@ -114,7 +114,7 @@ def estimate_profiles(
 def _note_claims(
     snapshot: Snapshot, estimates: ProfileEstimates, memory: float
 ) -> ProfileEstimates:
-    """Today's claims noted, and what they outdate forgotten."""
+    """Note today's claims and forget what they outdate."""
     claimed, outdated = _copy(estimates.claimed), set()
     for cluster_id, name, fresh in _list_claims(snapshot):
         claims = claimed.setdefault(cluster_id, {})
@@ -132,7 +132,7 @@ def _note_claims(
 
 
 def _list_claims(snapshot: Snapshot) -> Iterator[tuple[str, str, Claim]]:
-    """Cluster, device and claim of everyone with usable numbers, the edge included."""
+    """List cluster, device and claim of everyone with usable numbers, the edge included."""
     edge = snapshot.edge
     if _is_usable(edge.speed_flop_per_s):
         yield EDGE, EDGE, (math.log(edge.speed_flop_per_s), 0.0, edge.overhead_s)
@@ -229,7 +229,7 @@ def _is_old(stage: LogFilter) -> bool:
 
 
 def _scale_memory(device: DeviceProfile, known: LogFilter | None) -> DeviceProfile:
-    """Less memory where more is needed than planned; never more of it."""
+    """Lower the memory where devices need more than planned; never raise it."""
     if known is None or known.mean[0] <= 0.0:
         return device
     share = min(known.values[0], MOST_MEMORY_SHARE)
@@ -263,7 +263,7 @@ def learn_profiles(estimates: ProfileEstimates, outcome: RoundOutcome) -> Profil
 
 
 def expect_s(estimates: ProfileEstimates, cluster_id: str, sample: StageSample) -> float | None:
-    """Seconds of a micro-batch by what is believed; None where nothing is known."""
+    """Estimate the seconds of a micro-batch; None where nothing is known."""
     place = _find_place(estimates, cluster_id, sample)
     claim = _look_up(estimates.claimed, place, sample.device_id)
     if claim is None:
@@ -275,7 +275,7 @@ def expect_s(estimates: ProfileEstimates, cluster_id: str, sample: StageSample) 
 
 
 def _find_place(estimates: ProfileEstimates, cluster_id: str, sample: StageSample) -> str:
-    """Under whom a stage is known: its cluster, or `EDGE` for an edge that is not the cluster's."""
+    """Return who knows a stage: its cluster, or `EDGE` for an edge that is not the cluster's."""
     is_edge = sample.device_id == EDGE
     own = _look_up(estimates.claimed, cluster_id, EDGE) is not None
     return EDGE if is_edge and not own else cluster_id
@@ -288,7 +288,7 @@ def _compute_claimed_s(claim: Claim, sample: StageSample) -> float:
 def bound_plausible_j(
     spent_j: Mapping[str, float], planned_j: Mapping[str, float]
 ) -> dict[str, float]:
-    """Energies by device as queues count them: no number counts as planned.
+    """Return energies by device as queues count them; an unusable number counts as planned.
 
     Of a device that was planned to spend some, no more counts than a filter's `STEP` allows.
     """
@@ -370,7 +370,7 @@ def _find_slowest_block_s(cluster: ClusterOutcome, estimates: ProfileEstimates) 
 
 
 def _guess_round(parts: tuple[float, float, float]) -> LogFilter:
-    """Half of what a round usually takes besides is the cluster's, half its slowest device's."""
+    """Guess a round's usual overheads: half the cluster's, half its slowest device's."""
     explained_s, _, slowest_s = parts
     half = math.log(0.5 * USUAL_ROUND * explained_s)
     return LogFilter(mean=(0.0, half, half - math.log(slowest_s)))

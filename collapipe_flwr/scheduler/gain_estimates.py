@@ -29,7 +29,7 @@ LONGEST_AVERAGE = 20  # rounds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RobustGains:
-    """How far forecasts erred, and average gains while they do."""
+    """The error of forecasts, and average gains while forecasts are off."""
 
     error: float = 0.0
     careful: bool = False  # plans assume cautious gains
@@ -57,7 +57,7 @@ def average_gains(gains: RobustGains, snapshot: Snapshot) -> RobustGains:
 
 
 def make_robust(gains: RobustGains, snapshot: Snapshot) -> Snapshot:
-    """``snapshot`` itself or, when plans are to be careful, with cautious gains on every link."""
+    """Put cautious gains on every link when plans are to be careful; else return ``snapshot``."""
     if not gains.careful:
         return snapshot
 
@@ -108,7 +108,7 @@ def _mix(old: ChannelState | None, new: ChannelState, rounds: int) -> ChannelSta
 
 
 def _map_gains(change: Callable[..., float], *channels: ChannelState) -> ChannelState:
-    """``change`` of every gain of ``channels`` of one shape."""
+    """Apply ``change`` to every gain of ``channels`` of one shape."""
     rows = zip(*(channel.d2d_gain for channel in channels), strict=True)
     return ChannelState(
         d2d_gain=tuple(tuple(map(change, *row)) for row in rows),

@@ -1,4 +1,4 @@
-"""What real links reach of their planned rates, measured and learnt from what they carried.
+"""Estimates of what share of their planned rates real links reach, learnt from what they carried.
 
 **Learnt.** A channel model promises a rate; a wire, a wall or a neighbour's traffic keeps another.
 For every link that a round used, the share of the promise is noted (its logarithm). The first note
@@ -51,7 +51,7 @@ class LinkEstimate:
     rounds_unseen: int = 0
 
     def add_note(self, note: float) -> LinkEstimate:
-        """After one more round that used the link."""
+        """Return the estimate after one more round that used the link."""
         notes = (*self.notes, note)[-NOTES:]
         missing = NOTES - len(notes) if self.notes else 0
         middle = median((*notes, *[0.0] * missing))
@@ -59,7 +59,7 @@ class LinkEstimate:
         return LinkEstimate(believed=middle if changed else self.believed, notes=notes)
 
     def skip_round(self) -> LinkEstimate:
-        """After one more round that did not."""
+        """Return the estimate after one more round that did not use the link."""
         rounds = self.rounds_unseen + 1
         if rounds < PATIENCE:
             return replace(self, rounds_unseen=rounds)

@@ -59,7 +59,7 @@ def find_least_shares(tables: Tables, settings: SchedulerConfig) -> Array:
 def _find_least_share(
     choices: Sequence[_Choice], room_n: Array, first_n: Ints, share: float
 ) -> float:
-    """``share`` where some micro-batches keep it, else a little more than the least kept."""
+    """Return ``share`` where some micro-batches keep it, else a little more than the least kept."""
     if any(packs(each.needs, each.cap(share, room_n), first_n) for each in choices):
         return share
     least = np.inf
@@ -70,7 +70,7 @@ def _find_least_share(
 
 
 def holds_all(tables: Tables, m: int, settings: SchedulerConfig, first_n: Ints) -> bool:
-    """Whether some plan fits the memories of cluster ``m`` whose devices begin at these blocks."""
+    """Return whether a plan fits cluster ``m``, whose devices begin at these blocks, in memory."""
     room_n = (1.0 - settings.memory_margin) * tables.members.memory_mi[m, 1 : 1 + len(first_n)]
     model = int(tables.model_m[m])
     choices = (_Choice(tables, settings, batch, model) for batch in settings.batches)
@@ -101,7 +101,7 @@ class _Choice:
 
     @cached_property
     def needs(self) -> list[Array]:
-        """`compute_segment_needs` of the last device, the one before it and so on; then the same."""
+        """`compute_segment_needs` of the last device, the one before and so on; then the same."""
         deepest = 0
         if self.settings.schedule == "1f1b":
             devices = min(self.tables.members.memory_mi.shape[1] - 1, self.tables.num_blocks)
@@ -133,7 +133,7 @@ class _Choice:
 
 
 def cap_shares(tables: Tables, share_m: Array, settings: SchedulerConfig) -> Tables:
-    """``tables`` in which no device may hold more than its cluster's share.
+    """Cap memories in ``tables`` so that no device may hold more than its cluster's share.
 
     How much that is depends on a plan's micro-batches; memory beyond what it can be counts for
     none.
@@ -149,13 +149,13 @@ def cap_shares(tables: Tables, share_m: Array, settings: SchedulerConfig) -> Tab
 
 
 def widen_caps(share_m: Array) -> Array:
-    """Caps for another try when the search finds nothing within ``share_m``; infinite at last."""
+    """Widen caps after a search that found nothing within ``share_m``; at last to infinity."""
     wider = share_m * WIDENING
     return np.where(wider < NO_CAP, wider, np.inf)
 
 
 def set_model_shares(plan: Plan, share_m: Array, tables: Tables, options: PricingOptions) -> Plan:
-    """``plan`` that says which share each of its clusters kept, and what memory it left free.
+    """Note in ``plan`` which share each of its clusters kept, and what memory it left free.
 
     The share is None where there was no cap.
     """
@@ -195,7 +195,7 @@ def compute_segment_needs(
 
 
 def _plainly_fits(needs: Array, room_mn: Array, first_mn: Ints) -> Mask:
-    """Clusters whose devices hold all blocks even if every block were the largest, (M,)."""
+    """Find clusters whose devices hold all blocks even if every block were the largest, (M,)."""
     blocks = len(needs) - 1
     largest = max(float(needs[k, k + 1]) for k in range(blocks))
     held = np.floor(room_mn / largest) if largest > 0 else np.full(room_mn.shape, np.inf)

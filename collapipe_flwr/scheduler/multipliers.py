@@ -1,4 +1,4 @@
-"""Where energy prices start, and V: the dual of a round whose snapshot would never change.
+"""First energy prices, and V, from the dual of a round whose snapshot would never change.
 
 With one multiplier per device, in reference latencies per budget,
 

@@ -103,7 +103,7 @@ def _is_metered(report: StageMeasurement) -> bool:
 def _compute_energy_j(
     plan: ClusterPlan, name: str, reports: dict[str, StageMeasurement], watt: float
 ) -> float:
-    """Joules of one member: metered, else modelled with ``watt`` while it computes."""
+    """Compute the joules of one member: metered, else modelled with ``watt`` while it computes."""
     report = reports[name]
     if report.energy_j is not None and _is_metered(report):
         return report.energy_j
@@ -137,7 +137,7 @@ def _add_head(
 
 
 def _count_micro_batches(plan: ClusterPlan, report: StageMeasurement | None) -> int:
-    """Micro-batches that passed a stage, or one of its replicas, in training."""
+    """Count the micro-batches that passed a stage, or one of its replicas, in training."""
     return (report.micro_batches or report.steps * plan.micro_batches) if report else 0
 
 

@@ -94,12 +94,12 @@ class PlanSolver(PlanningProblem):
 
     @property
     def few(self) -> bool:
-        """Whether time allows playing whatever is tried."""
+        """Whether there are so few clusters that every trial can be played."""
         return self.tables.few
 
     @property
     def hasty(self) -> bool:
-        """Whether time allows one search of a round only."""
+        """Whether there are so many clusters that time allows one search of a round only."""
         return self.tables.num_clusters > HASTY_CLUSTERS
 
     def solve(self, stay: Solution | None = None, spare: Layouts | None = None) -> Solution:
@@ -268,7 +268,7 @@ class PlanSolver(PlanningProblem):
         return best if hz_m is None or not played_here else self._try_full_power(best, hz_m)
 
     def _solve_radio(self, rows: Layouts) -> Solution:
-        """Optimise as `radio` does without any bandwidths in place."""
+        """Optimise as `optimize_radio` does without any bandwidths in place."""
         band_hz = self.tables.snapshot.radio.bandwidth_hz
         chain = make_chain(self.tables, rows, self.settings)
         rho = self.learning.compute_rho(self.tables, rows)

@@ -78,19 +78,19 @@ def make_learning(
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """What rows cost at given dual prices, (R,)."""
+    """Costs of rows at given dual prices, (R,)."""
 
     latency: Array  # seconds of a round
     soft: Array  # the same with a norm of all stages' times in the place of the slowest's
     worth: Array  # priced energy, infinite where memory forbids the row
 
     def take(self, index: Ints | Mask) -> Estimates:
-        """Those of the chosen rows."""
+        """Return the estimates of the chosen rows."""
         return Estimates(self.latency[index], self.soft[index], self.worth[index])
 
 
 def join_estimates(parts: Sequence[Estimates]) -> Estimates:
-    """Those of all ``parts``, one after the other."""
+    """Join the estimates of all ``parts``, one after the other."""
     columns = ([part.latency, part.soft, part.worth] for part in parts)
     return Estimates(*map(np.concatenate, zip(*columns, strict=True)))
 
@@ -126,7 +126,7 @@ class PlanningProblem:
         return np.array(self.settings.batches, dtype=np.int64)
 
     def find_pairs(self, rows: Layouts) -> Ints:
-        """Return the place of every row's micro-batches in ``batches()``, -1 outside the grid."""
+        """Return the place of every row's micro-batches in `list_batches`, -1 outside the grid."""
         batches = self.list_batches()
         most = (rows.micro_batch_size_r.max(initial=0), rows.micro_batches_r.max(initial=0))
         table = np.full(np.maximum(batches.max(0), most) + 1, -1)
@@ -148,6 +148,6 @@ class PlanningProblem:
         return rows.take(fits(self.tables, rows, self.settings))
 
     def refuse(self, short: Ints) -> NoReturn:
-        """Raise InfeasibleError: which memory is too small for the first of these, what to do."""
+        """Raise InfeasibleError, which names the memory that is too small and what to do."""
         why = explain_refusal(self.tables, int(short[0]), self.settings)
         raise InfeasibleError(why, self.tables.list_names(short))

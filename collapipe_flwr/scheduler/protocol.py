@@ -193,7 +193,7 @@ class SchedulerConfig(PricingOptions):
 
     @property
     def batches(self) -> tuple[tuple[int, int], ...]:
-        """All pairs (size, count) of micro-batches that a plan may choose."""
+        """The pairs (size, count) of micro-batches that a plan may choose."""
         pairs = product(self.micro_batch_sizes, self.micro_batches)
         return tuple(p for p in pairs if not self.batch_size or p[0] * p[1] == self.batch_size)
 

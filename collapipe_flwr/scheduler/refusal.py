@@ -1,4 +1,4 @@
-"""Why no plan fits a cluster: what falls short of what it needs, in numbers that say so.
+"""Reasons why no plan fits a cluster: which memory is too small, and by how much.
 
 Needs are those of the smallest micro-batches that plans may choose, under 1F1B with so many in
 flight as one device with all blocks cannot do without; memories are those that plans may use. Only
@@ -23,7 +23,7 @@ _MOST_DIGITS = 6
 
 
 def explain_refusal(tables: Tables, m: int, settings: SchedulerConfig) -> str:
-    """One sentence on cluster ``m``, which no plan fits."""
+    """Explain in one sentence why no plan fits cluster ``m``."""
     if why := explain_trust(tables, m, settings):
         return why
     name = tables.snapshot.clusters[m].profile.cluster_id
@@ -37,7 +37,7 @@ def explain_refusal(tables: Tables, m: int, settings: SchedulerConfig) -> str:
 
 
 def explain_trust(tables: Tables, m: int, settings: SchedulerConfig) -> str:
-    """One sentence on what would fit, where trusted blocks alone keep plans away; else empty."""
+    """Explain what would fit where trusted blocks alone rule plans out; else return ""."""
     profile = tables.snapshot.clusters[m].profile
     most = min(profile.trusted_blocks, tables.num_blocks)
     trusted = np.array([device.trusted for device in profile.devices])
@@ -108,7 +108,7 @@ def _count_need(end: BlockCost, behind: int, settings: SchedulerConfig) -> float
 
 
 def compare_sizes(need: float, have: float, verb: str) -> str:
-    """Both numbers, with as many digits as tell them apart."""
+    """Format both numbers with as many digits as tell them apart."""
     digits = next(
         (d for d in range(_MOST_DIGITS) if _format_mib(need, d) != _format_mib(have, d)),
         _MOST_DIGITS,

@@ -51,7 +51,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplanInput:
-    """What is left of a cluster."""
+    """What is left of a cluster whose devices were lost."""
 
     profile: ClusterProfile
     model: ModelProfile
@@ -59,12 +59,12 @@ class ReplanInput:
 
     @property
     def devices(self) -> tuple[DeviceProfile, ...]:
-        """Those that may hold segments."""
+        """The devices that may hold segments."""
         return tuple(d for d in self.profile.devices if d.device_id in self.present)
 
     @property
     def first_blocks(self) -> list[int]:
-        """The first block that each of them may hold."""
+        """The first block that each device may hold."""
         return [0 if device.trusted else self.profile.trusted_blocks for device in self.devices]
 
 
@@ -100,7 +100,7 @@ def _replan_once(plan: ClusterPlan, rest: ReplanInput) -> ClusterPlan:
 
 
 def _make_problem(plan: ClusterPlan, rest: ReplanInput) -> SegmentProblem:
-    """Seconds of one step, per device, first block and block behind."""
+    """Price one step in seconds, per device, first block and block behind."""
     devices, blocks, size = rest.devices, tabulate_blocks(rest.model), plan.micro_batch_size
     speed = np.array([d.speed_flop_per_s for d in devices])[:, None, None]
     overhead = np.array([d.overhead_s for d in devices])[:, None, None]
@@ -133,7 +133,7 @@ def _make_problem(plan: ClusterPlan, rest: ReplanInput) -> SegmentProblem:
 
 
 def _count_segment_bytes(plan: ClusterPlan, rest: ReplanInput) -> Array:
-    """Peak bytes of every span of blocks, (L + 1, L + 1), at the most micro-batches in flight."""
+    """Count peak bytes of spans of blocks, (L + 1, L + 1), with all micro-batches in flight."""
     flight = plan.micro_batches
     if plan.execution.schedule == "1f1b":
         flight = min(flight, plan.warmup_depth[-1] + len(rest.devices))
@@ -173,7 +173,7 @@ def _set_segments(plan: ClusterPlan, rest: ReplanInput, path: Path, step_s: floa
 
 
 def _choose_hops(plan: ClusterPlan, device_ids: Sequence[str]) -> tuple[LinkConfig, ...]:
-    """As planned between parties that were neighbours; elsewhere coarse, and of unknown rate."""
+    """Keep hops between parties that were neighbours; others are coarse and of unknown rate."""
     if not plan.hops:
         return ()
     known = dict(zip(_list_hops([s.device_id for s in plan.segments]), plan.hops, strict=True))
@@ -192,7 +192,7 @@ def _compute_energy_j(
     members: Sequence[DeviceProfile],
     spans: Sequence[tuple[int, int]],
 ) -> dict[str, float]:
-    """Joules of computing in the whole round; the control unit comes first."""
+    """Compute the joules of computing in the whole round; the control unit comes first."""
     examples = _count_examples(plan)
     blocks, embedding = tabulate_blocks(rest.model), rest.model.embedding
     work = sum_spans(blocks.forward_flop_l) + sum_spans(blocks.backward_flop_l)

@@ -1,4 +1,4 @@
-"""Replicas where they win: the last step, after segments, batches and radio are decided.
+"""Adding replicas: the last step, after segments, batches and radio are decided.
 
 Only the slowest cluster makes a round shorter, so its plan is changed, then that of the next
 slowest, as long as what it pays falls by `WORTH` each time. A change lets a device without a
@@ -43,7 +43,7 @@ def add_replicas(plan: Plan, problem: PlanningProblem, rho: float) -> Plan:
 
 
 class _Changes:
-    """What may be done to the plan of cluster ``m``."""
+    """The changes that the plan of cluster ``m`` allows."""
 
     def __init__(self, problem: PlanningProblem, rho: float, plan: Plan, m: int) -> None:
         self._problem, self._m, self._now = problem, m, plan.clusters[m]

@@ -46,7 +46,7 @@ def _select_devices(tables: Tables, m: int, values_i: Array) -> Array:
 
 
 def _list_singles(key_n: Array) -> Array:
-    """One device each, best key first."""
+    """List single devices, best key first."""
     order = [int(n) for n in np.argsort(-key_n, kind="stable") if key_n[n] > 0]
     return np.eye(len(key_n))[order]
 
@@ -56,7 +56,7 @@ def _weigh_uniformly(tables: Tables, m: int) -> Array:
 
 
 def _draw_weights(tables: Tables, m: int) -> Array:
-    """Random subsets with random proportions, the same for the same cluster and round."""
+    """Draw random subsets with random proportions, the same for the same cluster and round."""
     rng = np.random.default_rng([tables.snapshot.round_index, m])
     present = tables.members.present_mi[m, 1:]
     shape = (64, len(present))
@@ -123,7 +123,7 @@ class RuleScheduler(Policy):
         return set_model_shares(plan, shares, tables, self.settings)
 
     def _find_choices(self, tables: Tables) -> tuple[Tables, Array, list[Layouts]]:
-        """Capped tables, every cluster's share, (M,), and what each may choose from."""
+        """Return capped tables, every cluster's share, (M,), and what each may choose from."""
         shares = find_least_shares(tables, self.settings)
         while True:
             limited = cap_shares(tables, shares, self.settings)
@@ -136,7 +136,7 @@ class RuleScheduler(Policy):
             shares[short] = np.inf
 
     def _list_choices(self, tables: Tables, m: int) -> Layouts:
-        """For every pair of the grid that fits, the rule's first candidate that does.
+        """List the rule's first candidate that fits, for every pair of the grid that has one.
 
         Pairs near the middle of the grid come first.
         """
@@ -159,7 +159,7 @@ class RuleScheduler(Policy):
 
 
 def _picked(choices: Sequence[Layouts], picks: Sequence[int]) -> Layouts:
-    """One row per cluster."""
+    """Pick one row per cluster."""
     rows = [rows.take(np.array([k])) for rows, k in zip(choices, picks, strict=True)]
     return stack_layouts(rows)
 
@@ -171,7 +171,7 @@ def _price_full_power(planner: PlanSolver, rows: Layouts) -> Solution:
 
 
 def _find_best_picks(planner: PlanSolver, choices: Sequence[Layouts]) -> list[int]:
-    """Positions of least objective: the best common pair, then cluster by cluster while it falls.
+    """Find positions of least objective: the best common pair, then each cluster's while it falls.
 
     Rounds to the target depend on the micro-batches of all clusters.
     """
@@ -193,7 +193,7 @@ def _find_best_picks(planner: PlanSolver, choices: Sequence[Layouts]) -> list[in
 
 
 def _keep_picks(choices: Sequence[Layouts], last: Plan, snapshot: Snapshot) -> list[int]:
-    """Positions of last round's pairs; of the preferred ones for clusters that are new."""
+    """Find positions of last round's pairs; of the preferred ones for clusters that are new."""
     known = {c.cluster_id: (c.micro_batch_size, c.micro_batches) for c in last.clusters}
     names = [c.profile.cluster_id for c in snapshot.clusters]
     pairs = zip(choices, map(known.get, names), strict=True)
@@ -201,7 +201,7 @@ def _keep_picks(choices: Sequence[Layouts], last: Plan, snapshot: Snapshot) -> l
 
 
 def _find_places(choices: Sequence[Layouts], pair: tuple[int, int]) -> list[int]:
-    """Where every cluster's choices have ``pair``; 0, the preferred one, where it does not fit."""
+    """Find ``pair`` among every cluster's choices; 0, the preferred one, where it does not fit."""
     places = []
     for rows in choices:
         same = (rows.micro_batch_size_r == pair[0]) & (rows.micro_batches_r == pair[1])

@@ -23,7 +23,7 @@ SAME = 1e-9  # relative difference of latencies below which they count as equal
 
 
 def equalize_hz(chain: Chain, hz_m: Array, bandwidth_hz: float) -> Array:
-    """Bandwidths, near ``hz_m``, that let the slowest cluster end as early as it can, (M,).
+    """Find bandwidths near ``hz_m`` with which the slowest cluster ends as early as it can, (M,).
 
     Rounds of 1F1B are taken to last as long as their lower bound.
     """

@@ -33,7 +33,7 @@ UNBOUND = 1e-100  # dual of an entry that takes no part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimum:
-    """Where the solver stopped."""
+    """The point where the solver stopped."""
 
     point: Point  # feasible
     latency_price_r: Array  # objective per second of each cluster's latency
@@ -80,7 +80,7 @@ class NewtonSystem:
         self._couple(hops.sum_by_row(sums[2]))
 
     def _eliminate_edges(self, own_r2: Array) -> tuple[Array, Array]:
-        """Cross derivative of x and omega; omega's diagonal with edge hops eliminated.
+        """Compute the cross derivative of x and omega; omega's diagonal with edge hops eliminated.
 
         The latter without differences of large numbers.
         """
@@ -92,7 +92,7 @@ class NewtonSystem:
         return bend + k * fall, self.y.band[0] * value.width + self.hops.sum_by_row(bent)
 
     def _sum_by_cap(self, values_r2: Array) -> Array:
-        """Values of the two edge hops of every row, (R, 2), summed by the cap that bounds them."""
+        """Sum values of the two edge hops of every row, (R, 2), by the cap that bounds them."""
         return values_r2 if self.hops.sides == 2 else self.hops.sum_by_row(values_r2)[:, None]
 
     def _solve_reduced(self, omega: Array, cap: Array) -> tuple[Array, Array]:
@@ -157,7 +157,7 @@ class InteriorPoint:
         self.hops, self.index = self.terms.hops, self.terms.index
 
     def solve(self, tolerance: float = TOLERANCE) -> Optimum:
-        """Newton steps until a repaired point is good enough, or the best of the step limit."""
+        """Take Newton steps until a repaired point is good enough, else return the best."""
         terms = self.terms
         point, price = find_start(terms)
         terms.scale = 1.0 / terms.compute_objective(point)
@@ -184,7 +184,7 @@ class InteriorPoint:
     def _estimate_error(
         self, point: Point, settled: Point, value: Evaluation, duals: Array, gap: float
     ) -> float:
-        """Estimated relative distance of ``settled`` from the optimum, ``gap`` that of ``point``.
+        """Estimate the relative distance of ``settled`` from the optimum by ``point``'s ``gap``.
 
         Added to it: how far the duals are from stationary, and what the repair costs.
         """
@@ -193,7 +193,7 @@ class InteriorPoint:
         return float((gap + stray) / (self.terms.scale * found) + 1.0 - claimed / found)
 
     def _make_first_duals(self, value: Evaluation, late: Array) -> Array:
-        """Multipliers that ``late``, up to a common factor, implies for all other constraints."""
+        """Make the multipliers that ``late``, up to a factor, implies for all other constraints."""
         hops, duals = self.hops, np.zeros(self.index.length)
         d = self.index.split(duals)
         d.late[...] = late * (value.objective_tau / late.sum())
@@ -208,7 +208,7 @@ class InteriorPoint:
         return np.maximum(self.index.mask * np.maximum(duals, least), UNBOUND)
 
     def _compute_gradient(self, value: Evaluation, weight: Array) -> Point:
-        """Gradient of the objective plus ``weight``-ed constraints."""
+        """Compute the gradient of the objective plus ``weight``-ed constraints."""
         hops, w = self.hops, self.index.split(weight)
         edge = hops.edge_r2
         capped = hops.sum_by_cap(w.cap).reshape(hops.rows, hops.sides)
@@ -250,7 +250,7 @@ class InteriorPoint:
         return point.move(step, primal), slack + primal * d_slack, duals + dual * d_duals
 
     def _differentiate(self, value: Evaluation, step: Point) -> Array:
-        """Directional derivatives of all margins along ``step``, flat."""
+        """Compute the directional derivatives of all margins along ``step``, flat."""
         hops, flat = self.hops, np.empty(self.index.length)
         parts, dx = self.index.split(flat), value.share_x * step.x
         np.subtract(step.cap.ravel()[hops.cap_h], step.x, out=parts.cap)
@@ -265,7 +265,7 @@ class InteriorPoint:
 
 
 def find_reach(values: Array, step: Array) -> float:
-    """How far ``values + length * step`` stays positive, at most 1e3."""
+    """Find the length up to which ``values + length * step`` stays positive, at most 1e3."""
     fastest_fall = -float((step / values).min())
     return 1.0 / max(fastest_fall, 1e-3)
 

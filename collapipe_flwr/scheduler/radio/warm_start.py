@@ -27,7 +27,7 @@ AHEAD = 1e-3  # ln(round) starts this far above the slowest cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What every cluster does at its price and bandwidth."""
+    """Every cluster's response to its price and bandwidth."""
 
     x: Array
     cap: Array
