@@ -75,9 +75,9 @@ def advise(*, clips: bool, untrained: bool) -> str:
 
 
 def describe_odd(tensors: Mapping[str, Tensor]) -> str:
-    """Describe the first tensor whose numbers make all others NaN; empty without one.
+    """Describe the first tensor whose numbers make all others NaN; return "" if there is none.
 
-    A tensor of zeros and minus infinities is a mask.
+    Zeros and minus infinities are no such numbers: they are a mask.
     """
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():

@@ -91,7 +91,7 @@ class Absence:
     ) -> None:
         """Record absences and offences that a cluster reports, and devices that worked.
 
-        Its ``edge`` did, too, at the end.
+        The cluster's last ``edge`` counts as having worked.
         """
         self.absent[cluster_id] = measured.absent
         found = self.quarantines.setdefault(cluster_id, {})

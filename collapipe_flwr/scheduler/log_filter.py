@@ -37,7 +37,7 @@ _ITERATIONS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """How far coefficients may be from what is claimed of them, in ln.
+    """Standard deviations of coefficients around their claims, in ln.
 
     ``own`` is the standard deviation of each, ``common`` that of a factor on all of them.
     """

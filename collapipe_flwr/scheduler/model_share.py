@@ -182,10 +182,11 @@ def compute_segment_needs(
     batch: tuple[int, int] | None = None,
     behind: int = 1,
 ) -> Array:
-    """Bytes of a segment of blocks k..l-1 with micro-batches, or the smallest, (L + 1, L + 1).
+    """Compute bytes of segments of blocks k..l-1 with a micro-batch size, (L + 1, L + 1).
 
-    Infinite on and below the diagonal. For 1F1B with so many micro-batches in flight as no schedule
-    can do without on a device with ``behind`` stages behind it; the last one has the edge.
+    Infinite on and below the diagonal. ``batch`` is (size, count), by default the smallest. 1F1B
+    counts the fewest micro-batches that can be in flight with ``behind`` stages behind the device.
+    The edge is the last of these.
     """
     size, count = batch or min(settings.batches)
     flight = float(find_least_flight(count, behind, settings))
