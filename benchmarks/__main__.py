@@ -186,6 +186,30 @@ def bench_privacy(
     run_privacy_bench(read_studies(studies, data, smollm2), at_most, json_file)
 
 
+@app.command("frozen-blocks")
+def bench_frozen_blocks(
+    epochs: Annotated[int, typer.Option(help="Rounds of each side.", min=4)] = 8,
+    frozen: Annotated[int, typer.Option(help="Lower blocks of six, not trained.", min=1)] = 4,
+    examples: Annotated[int, typer.Option(help="Texts of an epoch.", min=32)] = 256,
+    seed: Annotated[int, typer.Option(help="Of texts and their order.", min=0)] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
+) -> None:
+    """Train with frozen lower blocks, computed at every visit or once: seconds, joules, bytes."""
+    import json
+
+    from rich.console import Console
+
+    from benchmarks.frozen_blocks import measure, summarise
+    from collapipe_flwr.core.processes import exit_on_signals
+    from collapipe_flwr.reporting.output import prepare, write_json
+
+    prepare("--json", json_file)
+    with exit_on_signals(), Console(stderr=True).status("epochs") as status:
+        found = measure(epochs, frozen, examples, seed, status.update)
+    write_json(json_file, found)
+    typer.echo(json.dumps(summarise(found), indent=1))
+
+
 @app.command("demo")
 def bench_demo(
     project: Annotated[Path, typer.Argument(help="Folder of the Flower app.")] = Path("."),
