@@ -257,14 +257,17 @@ class AppConfig:
             )
         if self.lora.aggregate == PRODUCTS:
             self._check_products()
-        if (most := max(self.world.lora_ranks, default=0)) > self.lora.rank or (
-            most and self.lora.aggregate != PRODUCTS
+        for name, ranks in (
+            ("world.lora-ranks", self.world.lora_ranks),
+            ("lora.ranks", self.lora.ranks),
         ):
-            raise ConfigError(
-                f"world.lora-ranks is {','.join(map(str, self.world.lora_ranks))} with lora.rank "
-                f"{self.lora.rank} and lora.aggregate {self.lora.aggregate}: clusters of their own "
-                f"ranks need lora.rank={max(most, self.lora.rank)} and lora.aggregate=products"
-            )
+            most = max(ranks, default=0)
+            if most > self.lora.rank or (most and self.lora.aggregate != PRODUCTS):
+                raise ConfigError(
+                    f"{name} is {','.join(map(str, ranks))} with lora.rank {self.lora.rank} and "
+                    f"lora.aggregate {self.lora.aggregate}: clusters of their own ranks need "
+                    f"lora.rank={max(most, self.lora.rank)} and lora.aggregate=products"
+                )
         if self.links.updates != "fp32" and self.run.runtime == "whole":
             raise ConfigError(
                 f"links.updates={self.links.updates} has no effect with runtime=whole, whose "

@@ -46,6 +46,7 @@ from collapipe_flwr.scheduler.controller import ControllerState, RoundController
 from collapipe_flwr.scheduler.edges import divide_memory
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
+from collapipe_flwr.scheduler.ranks import choose_ranks
 from collapipe_flwr.simulation.world import (
     EnergyBudget,
     World,
@@ -72,7 +73,8 @@ class Planning:
     ``truth_error`` (`simulation.world.World`). With ``labels_at_home`` every control unit is its
     cluster's edge. The first ``trusted_blocks`` are on trusted devices alone. Clusters reply in the
     codec ``updates``. The run's edge at ``edge_address``, if it has one, serves machines whose
-    cluster files name none.
+    cluster files name none. Of ``ranks``, if there are some, clusters without a rank of adapters of
+    their own get one (`scheduler.ranks`).
     """
 
     policy: str | Scheduler = "dssda"
@@ -87,6 +89,7 @@ class Planning:
     trusted_blocks: int = 0
     updates: str = "fp32"
     edge_address: str = ""
+    ranks: tuple[int, ...] = ()
 
     def for_batches(self, size: int, *, cut: bool = True) -> Planning:
         """Fix steps at ``size`` examples, of which plans choose only the micro-batches."""
@@ -183,6 +186,7 @@ class KnownClusters:
         self._clusters = clusters
         self._kept: dict[str, float] = {}  # share of the next round's visits, see `CacheUse`
         self._of_rank = of_rank
+        self._ranks: dict[str, int] = {}  # that were chosen, by cluster
 
     def plan(self, server_round: int, nodes: Sequence[int]) -> RoundPlan:
         """Plan for the clusters behind ``nodes``; raises ScheduleError."""
@@ -196,15 +200,37 @@ class KnownClusters:
         self, server_round: int, nodes: Sequence[int], decide: Callable[[Snapshot], Plan]
     ) -> RoundPlan:
         names = {node: self._clusters.get(node, f"node-{node}") for node in nodes}
-        plan = decide(self._snapshot(server_round, names.values()))
+        self._choose_ranks(server_round, names.values())
+        snapshot = self._snapshot(server_round, names.values())
+        plan = decide(snapshot)
+        for name, why in plan.left_out.items():
+            log.warning("cluster %s sits out round %d: %s", name, server_round, why)
         return RoundPlan(
             server_round=server_round,
             plan=plan,
             cluster_ids=names,
             left_out=plan.left_out,
             bundles=frozenset(p.cluster_id for p in self.world.clusters if p.bundles),
-            ranks={p.cluster_id: p.lora_rank for p in self.world.clusters if p.lora_rank},
+            ranks={c.profile.cluster_id: c.profile.lora_rank for c in snapshot.clusters},
         )
+
+    def _choose_ranks(self, server_round: int, names: Collection[str]) -> None:
+        """Choose the ranks of clusters as soon as one has none yet; raises ScheduleError."""
+        free = {
+            profile.cluster_id: profile.budgets_j
+            for profile in self.world.clusters
+            if profile.cluster_id in names and not profile.lora_rank
+        }
+        if not self._planning.ranks or free.keys() <= self._ranks.keys():
+            return
+
+        def decide(ranks: Mapping[str, int]) -> Plan:
+            return self.controller.look_ahead(self._snapshot(server_round, names, ranks))
+
+        chosen = choose_ranks(decide, free, self._planning.ranks)
+        self._ranks |= chosen
+        for name, rank in chosen.items():
+            log.info("cluster %s trains adapters of rank %d", name, rank)
 
     def settle(self, closed: ClosedRound) -> RoundOutcome:
         """Let the controller learn from the finished part of the plan."""
@@ -277,17 +303,25 @@ class KnownClusters:
         text = memory.text or "{}"
         self.controller.forget(from_json(ControllerState, text, "the planner's checkpoint"))
 
-    def _snapshot(self, server_round: int, names: Collection[str]) -> Snapshot:
-        known = set(self._clusters.values())
+    def _snapshot(
+        self,
+        server_round: int,
+        names: Collection[str],
+        ranks: Mapping[str, int] | None = None,
+    ) -> Snapshot:
+        """Return the round's snapshot; clusters without a rank have that of ``ranks``, if any."""
+        world, known = self.world, set(self._clusters.values())
+        if ranks := self._ranks if ranks is None else ranks:
+            world = replace(world, clusters=tuple(_with_rank(p, ranks) for p in world.clusters))
         present = [name for name in names if name in known]
         # The cluster with least in its cache decides when the round is over.
         kept = min((self._kept.get(name, 0.0) for name in present), default=0.0)
         models = {
             profile.lora_rank: _spare(self._of_rank(profile.lora_rank, profile.cluster_id), kept)
-            for profile in self.world.clusters
+            for profile in world.clusters
             if self._of_rank is not None and profile.lora_rank and profile.cluster_id in present
         }
-        return self.world.snapshot(server_round, _spare(self._model, kept), present, models)
+        return world.snapshot(server_round, _spare(self._model, kept), present, models)
 
 
 class DescribedClusters(KnownClusters):
@@ -438,6 +472,11 @@ def profile_ranks(model: DescribedModel, state_bytes: StateBytes) -> RankProfile
         return known[rank]
 
     return profile
+
+
+def _with_rank(profile: ClusterProfile, ranks: Mapping[str, int]) -> ClusterProfile:
+    rank = profile.lora_rank or ranks.get(profile.cluster_id, 0)
+    return replace(profile, lora_rank=rank)
 
 
 def _spare(model: ModelProfile, kept: float) -> ModelProfile:

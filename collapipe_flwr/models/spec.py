@@ -20,6 +20,7 @@ from collapipe_flwr.core.keys import (
     at_least,
     between,
     check_keys,
+    counts,
     key,
     one_of,
     read_assignments,
@@ -79,6 +80,7 @@ class LoraConfig:
     modules_to_save: tuple[str, ...] = key((), words())  # empty: the head of a classifier
     frozen_dtype: str = key("float32", one_of(*FROZEN_DTYPES))  # in memory
     aggregate: str = key(FACTORS, one_of(FACTORS, PRODUCTS))  # see `models.products`
+    ranks: tuple[int, ...] = key((), counts(empty=True))  # that plans choose clusters' from
 
     def __post_init__(self) -> None:
         check_keys(self, "lora.")

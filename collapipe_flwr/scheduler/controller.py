@@ -247,8 +247,6 @@ class RoundController:
             for name, why in refused.items():
                 lost = f"without {', '.join(out[name])}: " if out.get(name) else ""
                 left_out[name] = f"{lost}{why}"
-        for name, why in left_out.items():
-            log.warning("cluster %s sits out round %d: %s", name, snapshot.round_index, why)
         self._remember(state)
         # Clusters that take no part report nothing: they are tried with all devices next time.
         absence.lift([name for name in out if plan.find_cluster(name) is None])

@@ -60,6 +60,17 @@ def test_the_table_of_memory_is_the_recorded_bench() -> None:
     assert shown == printed_by(script, *map(str, recorded)).strip()
 
 
+def test_the_table_of_ranks_is_the_recorded_bench() -> None:
+    """With every seed, products end with a lower loss than what is averaged beside them."""
+    recorded = ROOT / "docs/results/ranks.json"
+    table = printed_by(ROOT / "benchmarks/ranks.py", "--table", str(recorded))
+    assert table.strip() in (ROOT / "docs/lora.md").read_text(encoding="utf-8")
+    runs = json.loads(recorded.read_text())["runs"]
+    for better, other in (("products", "factors"), ("products, own ranks", "padded, own ranks")):
+        for one, two in zip(runs[better], runs[other], strict=True):
+            assert one["loss"][-1] < two["loss"][-1]
+
+
 def test_the_table_of_audits_is_the_recorded_bench() -> None:
     recorded = json.loads((ROOT / "docs/results/audits.json").read_text())
     assert audits.table(recorded) in (ROOT / "docs/recovery.md").read_text(encoding="utf-8")

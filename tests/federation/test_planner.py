@@ -343,3 +343,27 @@ def test_what_was_spared_is_priced_as_the_control_unit_computes() -> None:
     assert (spared.hits, spared.visits) == (3, 4)
     assert spared.seconds == pytest.approx(3 * BLOCK.forward_flop / unit.speed_flop_per_s)
     assert spared.joules == pytest.approx(3 * BLOCK.forward_flop * unit.energy_per_flop_j)
+
+
+def test_ranks_are_chosen_once_for_clusters_that_have_none() -> None:
+    planner, asked = rounds("dssda"), list[tuple[int, str]]()
+    first, second = planner.world.clusters
+    planner.world = replace(planner.world, clusters=(replace(first, lora_rank=3), second))
+
+    def of_rank(rank: int, cluster_id: str) -> ModelProfile:
+        asked.append((rank, cluster_id))
+        return MODEL
+
+    planner = KnownClusters(
+        Planning(settings=SchedulerConfig(micro_batch_sizes=(4,)), ranks=(2, 4)),
+        planner.world,
+        MODEL,
+        NODES,
+        of_rank,
+    )
+    planned = planner.plan(1, [11, 12])
+    assert planned.ranks == {first.cluster_id: 3, second.cluster_id: 4}
+    assert (2, second.cluster_id) in asked and (3, first.cluster_id) in asked
+    asked.clear()
+    assert planner.plan(2, [11, 12]).ranks == planned.ranks
+    assert (2, second.cluster_id) not in asked

@@ -162,12 +162,40 @@ def test_clusters_of_ranks_4_8_and_16_train_one_model(run_app: RunApp, strategy:
     assert ranks == {16}
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_plans_choose_ranks_of_a_grid(run_app: RunApp, caplog: pytest.LogCaptureFixture) -> None:
+    base = run_app({**ALONE, "run-name": "base", "num-server-rounds": 1})
+    with caplog.at_level("INFO", "flwr.collapipe"):
+        run_dir = run_app(
+            {
+                **ALONE,
+                **ON_ADAPTERS,
+                "run-name": "grid",
+                "clusters": 2,
+                "num-server-rounds": 1,
+                "world.lora-ranks": "",
+                "lora.rank": 8,
+                "lora.ranks": "2,4",
+                "lora.aggregate": "products",
+                "model.pretrained": str(base / "model"),
+                "data.tokenizer": str(base / "model"),
+            }
+        )
+    told = [r.getMessage() for r in caplog.records if "trains adapters of rank" in r.getMessage()]
+    assert {line.rpartition(" ")[0].split()[1] for line in told} == {"cluster-0", "cluster-1"}
+    assert all(line.endswith((" 2", " 4")) for line in told)
+    found = load_file(run_dir / "adapter/adapter_model.safetensors")
+    assert {v.shape["lora_B" in k] for k, v in found.items() if "lora_" in k} == {8}
+
+
 def test_ranks_that_no_run_can_have_are_refused(run_app: RunApp) -> None:
     given: dict[str, Value] = {**ALONE, "lora.rank": 4, "model.pretrained": "somewhere"}
     with pytest.raises(ConfigError, match=r"world\.lora-ranks is 4,8 .*lora\.rank=8 and lora\.agg"):
         run_app({**given, "world.lora-ranks": "4,8", "lora.aggregate": "products"})
     with pytest.raises(ConfigError, match=r"world\.lora-ranks is 2 .*lora\.aggregate=products"):
         run_app({**given, "world.lora-ranks": "2"})
+    with pytest.raises(ConfigError, match=r"lora\.ranks is 2,8 .*lora\.rank=8 and lora\.aggregate"):
+        run_app({**given, "lora.ranks": "2,8"})
     for key, value in (("train.optimizer-state", "keep"), ("runtime", "whole"), ("lora.rank", 0)):
         with pytest.raises(ConfigError, match=f"{key} is .* beside lora.aggregate=products"):
             run_app({**given, "lora.aggregate": "products", key: value})

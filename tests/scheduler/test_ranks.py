@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from collapipe_flwr.scheduler.controller import RoundController
 from collapipe_flwr.scheduler.initial_layouts import all_layouts, first_rows, rows_for
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
+from collapipe_flwr.scheduler.ranks import choose_ranks
 from collapipe_flwr.scheduler.scorer import Scorer
 from tests.worlds import draw_world
 
@@ -66,8 +68,15 @@ def alone(snapshot: Snapshot, m: int) -> Snapshot:
     return replace(snapshot, model=model, models={}, clusters=(cluster,), edge=edge)
 
 
-def decide(snapshot: Snapshot, policy: str, settings: SchedulerConfig = SETTINGS) -> Plan:
-    return RoundController(make_scheduler(policy, settings), settings).plan(snapshot)
+def decide(
+    snapshot: Snapshot,
+    policy: str,
+    settings: SchedulerConfig = SETTINGS,
+    *,
+    leaves_out: bool = False,
+) -> Plan:
+    scheduler = make_scheduler(policy, settings)
+    return RoundController(scheduler, settings, leaves_out=leaves_out).plan(snapshot)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -165,3 +174,82 @@ def as_set(rows: Layouts, m: int) -> set[tuple[tuple[int, int], ...]]:
         tuple(zip(members[used].tolist(), stops[used].tolist(), strict=True))
         for members, stops, used in zip(here.member_rs, here.stop_rs, here.used_rs, strict=True)
     }
+
+
+def heavier(model: ModelProfile, memory: float, work: float) -> ModelProfile:
+    """A model that takes more memory or time, and sends as much."""
+
+    def part(cost: BlockCost) -> BlockCost:
+        return replace(
+            cost,
+            state_bytes=round(cost.state_bytes * memory),
+            forward_flop=cost.forward_flop * work,
+            backward_flop=cost.backward_flop * work,
+        )
+
+    return ModelProfile(
+        embedding=part(model.embedding),
+        blocks=tuple(map(part, model.blocks)),
+        decoder=part(model.decoder),
+    )
+
+
+GRID = (4, 8, 16)
+
+
+def chosen(
+    snapshot: Snapshot, models: dict[int, ModelProfile], budgets: bool = False
+) -> dict[str, int]:
+    def decide_with(ranks: Mapping[str, int]) -> Plan:
+        clusters = (
+            replace(c, profile=replace(c.profile, lora_rank=ranks[c.profile.cluster_id]))
+            for c in snapshot.clusters
+        )
+        ranked = replace(snapshot, clusters=tuple(clusters), models=models)
+        return decide(ranked, "dssda", leaves_out=True)
+
+    profiles = [cluster.profile for cluster in snapshot.clusters]
+    limits = {p.cluster_id: p.budgets_j if budgets else {} for p in profiles}
+    return choose_ranks(decide_with, limits, GRID)
+
+
+def test_every_cluster_gets_the_largest_rank_that_nothing_speaks_against() -> None:
+    snapshot = mixed(6, clusters=3)
+    names = [cluster.profile.cluster_id for cluster in snapshot.clusters]
+    free = dict.fromkeys(GRID, snapshot.model)
+    assert chosen(snapshot, free) == dict.fromkeys(names, 16)
+    slow = {4: snapshot.model, 8: snapshot.model, 16: heavier(snapshot.model, 1.0, 4.0)}
+    found = chosen(snapshot, slow)
+    plan = decide(replace(snapshot, models={}), "dssda")
+    slowest = max(plan.clusters, key=lambda each: each.latency_s)
+    assert found[slowest.cluster_id] == 8  # it would make the round longer
+    assert set(found.values()) <= {8, 16}
+
+
+def test_memory_and_energy_keep_ranks_small() -> None:
+    snapshot = mixed(6, clusters=3)
+    names = [cluster.profile.cluster_id for cluster in snapshot.clusters]
+    large = heavier(snapshot.model, 40.0, 1.0)
+    models = {4: snapshot.model, 8: snapshot.model, 16: large}
+    plan = decide(replace(snapshot, models={}), "memory").clusters[0]
+    room = 2 * sum(plan.memory_bytes[name] for name in plan.device_ids)
+    first, *others = snapshot.clusters
+    devices = tuple(replace(d, memory_bytes=room) for d in first.profile.devices)
+    tight = replace(first, profile=replace(first.profile, devices=devices))
+    roomy = [
+        replace(c, profile=c.profile.with_members(lambda d: replace(d, memory_bytes=2**40)))
+        for c in others
+    ]
+    edge = replace(snapshot.edge, memory_bytes=2**42)
+    found = chosen(replace(snapshot, clusters=(tight, *roomy), edge=edge), models)
+    assert found == {names[0]: 8, names[1]: 16, names[2]: 16}
+    thrifty = replace(
+        snapshot,
+        clusters=tuple(
+            replace(c, profile=c.profile.with_members(lambda d: replace(d, energy_budget_j=1e-9)))
+            for c in snapshot.clusters
+        ),
+    )
+    hungry = {4: snapshot.model, 8: heavier(snapshot.model, 1.0, 1.02), 16: snapshot.model}
+    assert chosen(thrifty, hungry, budgets=True) == dict.fromkeys(names, 4)
+    assert chosen(thrifty, hungry) == dict.fromkeys(names, 16)

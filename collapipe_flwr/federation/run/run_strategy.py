@@ -103,6 +103,7 @@ def make_planner(
         trusted_blocks=config.privacy.trusted_blocks,
         updates=config.links.updates,
         edge_address=config.edge.address,
+        ranks=config.lora.ranks,
     )
     model, profiles = planning.check(model), sorted(clusters.values(), key=lambda c: c.cluster_id)
     for found in profiles:
