@@ -10,7 +10,8 @@ examples for every way; the loss is that of answers to all symbols.
 
 Ways: ``factors`` averages A and B. ``products`` is `lora.aggregate=products`. ``padded`` is what
 others do about ranks: a cluster trains the first r rows and columns of the global factors, and
-zeros stand for those that it lacks in the means (HetLoRA; Cho et al., 2024; without its pruning and its weights).
+zeros stand for those that it lacks in the means (HetLoRA; Cho et al., 2024; without its pruning
+and its weights).
 """
 
 from __future__ import annotations
