@@ -6,17 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from flwr.serverapp.strategy import (
-    DifferentialPrivacyClientSideAdaptiveClipping,
-    DifferentialPrivacyClientSideFixedClipping,
-    Strategy,
-)
+from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import ConfigError, RunError, prefix_errors
 from collapipe_flwr.core.links import split_address
-from collapipe_flwr.federation.inner import layers
+from collapipe_flwr.federation.inner import CLIPPED_BY_CLIENTS, layers
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig, optimizer_config
@@ -29,10 +25,6 @@ _SEES_CODES = (
 WITHOUT_MODEL = (
     "{} has no effect without a model to split, since clients train whole models: pass "
     "model=SplitModel(...) too, or leave it out"
-)
-_CLIPPED_BY_CLIENTS = (
-    DifferentialPrivacyClientSideFixedClipping,
-    DifferentialPrivacyClientSideAdaptiveClipping,
 )
 Learning = LearningSettings | Callable[[int], LearningSettings]  # the same, or by server round
 
@@ -79,7 +71,7 @@ def check_updates(inner: Strategy, *, outermost: bool) -> None:
     if not outermost:
         raise RunError(_SEES_CODES)
     for layer in layers(inner):
-        if isinstance(layer, _CLIPPED_BY_CLIENTS):
+        if isinstance(layer, CLIPPED_BY_CLIENTS):
             raise RunError(
                 f"{type(layer).__name__} relies on updates that clients clip, and coded ones carry "
                 "the errors of earlier rounds beyond that norm: leave out coded updates "

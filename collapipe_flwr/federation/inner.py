@@ -14,12 +14,22 @@ from types import new_class
 from typing import Any, TypeVar
 
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedXgbBagging, FedXgbCyclic, Strategy
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    FedXgbBagging,
+    FedXgbCyclic,
+    Strategy,
+)
 
 from collapipe_flwr.core.errors import ConfigError, RunError
 
 _LEGACY = "flwr.server.strategy"
 _TREES = (FedXgbBagging, FedXgbCyclic)
+CLIPPED_BY_CLIENTS = (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+)
 _RETURNED = {
     "configure_train": "the messages to the nodes",
     "aggregate_train": "arrays and metrics",

@@ -21,6 +21,7 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.federation import records
 from collapipe_flwr.federation.arrays import decode_tensor, encode_tensor
+from collapipe_flwr.federation.inner import CLIPPED_BY_CLIENTS, layers
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.products import Adapter, Bases, Factors, factorize, multiply
 from collapipe_flwr.models.spec import PRODUCTS, ModelSpec
@@ -97,6 +98,11 @@ def check_products(
                 f"{what} cannot be kept beside lora.aggregate=products, which factors adapters "
                 "anew in every round: leave it out, or set lora.aggregate=factors"
             )
+    if any(isinstance(layer, CLIPPED_BY_CLIENTS) for layer in layers(inner)):
+        raise RunError(
+            f"{type(inner).__name__} relies on updates that clients clip, and products of adapters "
+            "have other norms: set lora.aggregate=factors, or clip on the server's side"
+        )
     if shows_cores(inner):
         return
     shapes, prefix = model.splitter.shapes, model.splitter.prefix

@@ -18,7 +18,7 @@ PAGE = ROOT / "docs/tutorials/instruct.md"
 BIN = Path(sys.executable).parent
 LONGEST_S = 2400.0  # of one command
 FOLDERS = ("collapipe_flwr", "client_app", "server_app", "examples")
-FILES = ("pyproject.toml", "sim.toml", ".gitignore")
+FILES = ("pyproject.toml", "sim.toml", ".gitignore", "LICENSE", "README.md")
 
 
 def commands() -> list[str]:
