@@ -16,8 +16,8 @@ TABLE = Adapter(a="a", b="b", scale=0.5, on_table=True)
 
 def draw(rank: int, out: int = 7, inside: int = 9, seed: int = 0) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(100 * seed + rank)
-    size = {"generator": random, "dtype": torch.float64}
-    return torch.randn(rank, inside, **size), torch.randn(out, rank, **size)
+    a, b = (torch.randn(size, generator=random) for size in ((rank, inside), (out, rank)))
+    return a.double(), b.double()
 
 
 def close(found: Tensor, wanted: Tensor) -> bool:
