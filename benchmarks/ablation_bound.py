@@ -34,8 +34,9 @@ from torch import Tensor, nn
 
 from collapipe_flwr.cluster.unsplit import evaluate_unsplit
 from collapipe_flwr.config.schema import AppConfig, parse
-from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, Movement, RoundOutcome
+from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
+from collapipe_flwr.core.outcome import ClusterOutcome, Movement, RoundOutcome
 from collapipe_flwr.costs.price import PricedPlan, price
 from collapipe_flwr.data.batches import Example, cut_batches, draw_round_examples
 from collapipe_flwr.federation.run.learner import Learner, make_learner

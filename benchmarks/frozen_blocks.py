@@ -40,7 +40,10 @@ from collapipe_flwr.cluster.remote import RemoteFleet
 from collapipe_flwr.config.cluster_file import ClusterConfig
 from collapipe_flwr.costs.measured import compute_server_s
 from collapipe_flwr.federation.client.pipeline_round import build_telemetry, micro_batch
-from collapipe_flwr.federation.planner import KnownClusters, Planning
+from collapipe_flwr.federation.planner import (
+    KnownClusters,
+)
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.round import ClosedRound
 from collapipe_flwr.models.describing import keep_frozen, make_spec
 from collapipe_flwr.models.profile import profile_model

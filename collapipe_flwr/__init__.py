@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collapipe_flwr.federation.client.cluster import Cluster as Cluster
     from collapipe_flwr.federation.client.relay import Relay as Relay
     from collapipe_flwr.federation.local_grid import LocalGrid as LocalGrid
-    from collapipe_flwr.federation.planner import Planning as Planning
+    from collapipe_flwr.federation.planning import Planning as Planning
     from collapipe_flwr.federation.round import RoundRecord as RoundRecord
     from collapipe_flwr.federation.run.sinks import Sinks as Sinks
     from collapipe_flwr.federation.strategy import CollaPipe as CollaPipe
@@ -48,7 +48,7 @@ _HOMES = {
     "ModelError": "core.errors",
     "OptimizerConfig": "pipeline.optimizer",
     "ParameterGroup": "pipeline.optimizer",
-    "Planning": "federation.planner",
+    "Planning": "federation.planning",
     "Relay": "federation.client.relay",
     "RoundRecord": "federation.round",
     "RunError": "core.errors",

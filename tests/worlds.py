@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from collapipe_flwr.core.domain import (
-    ClusterOutcome,
     ClusterSnapshot,
     DeviceProfile,
     ModelProfile,
     Plan,
-    RoundOutcome,
     Snapshot,
 )
+from collapipe_flwr.core.outcome import ClusterOutcome, RoundOutcome
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.price import PricedPlan, price
 from collapipe_flwr.costs.tables import Tables

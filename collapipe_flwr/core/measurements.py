@@ -15,9 +15,10 @@ from itertools import islice, pairwise
 from typing import Annotated
 
 from collapipe_flwr.core import bounds
-from collapipe_flwr.core.domain import MOST_DEVICES, ClusterPlan, ClusterProfile, GradientNoise
+from collapipe_flwr.core.domain import MOST_DEVICES, ClusterPlan, ClusterProfile
 from collapipe_flwr.core.keys import one_of
 from collapipe_flwr.core.links import LinkReport, LinkTraffic
+from collapipe_flwr.core.outcome import GradientNoise
 from collapipe_flwr.core.wire import measure_bit_per_s
 
 MOST_STEPS = 2**20  # of one round

@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from collapipe_flwr.core.domain import ClusterOutcome, RoundOutcome
+from collapipe_flwr.core.outcome import ClusterOutcome, RoundOutcome
 from collapipe_flwr.costs.arrays import Array, Ints
 
 MEMORY = 0.8  # weight of the past in every moving average

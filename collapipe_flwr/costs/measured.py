@@ -16,8 +16,8 @@ from collapipe_flwr.core.domain import (
     ModelProfile,
     Plan,
     Snapshot,
-    StageSample,
 )
+from collapipe_flwr.core.outcome import StageSample
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.tables import compute_round_trip_bit_per_s
 from collapipe_flwr.costs.work import AHEAD, PricingOptions

@@ -14,7 +14,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from collapipe_flwr.config.schema import EdgeConfig
-from collapipe_flwr.core.domain import RoundOutcome
 from collapipe_flwr.core.errors import DevicesMissing, RunError
 from collapipe_flwr.core.incident import (
     LOST,
@@ -24,6 +23,7 @@ from collapipe_flwr.core.incident import (
     RETRY,
     Incident,
 )
+from collapipe_flwr.core.outcome import RoundOutcome
 from collapipe_flwr.federation.accepted import AcceptedReplies
 from collapipe_flwr.federation.arrays import find_not_finite, inner_view, load_into, narrow_raw
 from collapipe_flwr.federation.attempts import DEFAULT_TIMEOUT_S, Attempts, are_permanent
@@ -49,15 +49,15 @@ from collapipe_flwr.federation.inner_state import (
     undo_nothing,
 )
 from collapipe_flwr.federation.late import LateUpdate, LateUpdates
+from collapipe_flwr.federation.movement import MovementMeter
 from collapipe_flwr.federation.open_round import OpenRound
 from collapipe_flwr.federation.planner import (
     DescribedClusters,
     KnownClusters,
-    MovementMeter,
-    Planning,
     RoundPlanner,
     planner_of,
 )
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.products import (
     check_products,
     restore_factors,

@@ -9,145 +9,49 @@ own processes, and there is nothing to plan.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 from flwr.serverapp import Grid
-from numpy.typing import NDArray
 
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.core.domain import (
-    ClusterOutcome,
     ClusterProfile,
     ModelProfile,
-    Movement,
     Plan,
-    RoundOutcome,
     Snapshot,
-    Spared,
 )
 from collapipe_flwr.core.errors import ConfigError, RunError
 from collapipe_flwr.core.json_codec import from_json, to_json
 from collapipe_flwr.core.measurements import CacheUse, ClusterMeasurement
+from collapipe_flwr.core.outcome import (
+    ClusterOutcome,
+    RoundOutcome,
+    Spared,
+)
 from collapipe_flwr.costs.work import NOTHING
-from collapipe_flwr.federation.arrays import averaging_view
 from collapipe_flwr.federation.checkpoint import ComponentState
 from collapipe_flwr.federation.hook_options import WITHOUT_MODEL
 from collapipe_flwr.federation.members import NO_CLUSTER, Newcomers, find_namesakes
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.products import with_rank
 from collapipe_flwr.federation.round import ClosedRound, RoundPlan
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.profile import StateBytes, profile_model
 from collapipe_flwr.scheduler.base import Policy
 from collapipe_flwr.scheduler.controller import ControllerState, RoundController
-from collapipe_flwr.scheduler.edges import divide_memory
-from collapipe_flwr.scheduler.policies import make_scheduler
-from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerConfig
+from collapipe_flwr.scheduler.protocol import Scheduler
 from collapipe_flwr.scheduler.ranks import choose_ranks
 from collapipe_flwr.simulation.world import (
-    EnergyBudget,
     World,
-    budgeted,
     make_world,
-    with_demands,
-    with_some_edge,
 )
 
 log = logging.getLogger("flwr.collapipe")
 DESCRIBE_S = 300.0  # for nodes to describe their clusters: a weak board imports for minutes
-MOST_MICRO_BATCHES = 8  # of a user's batch: the overhead of each is unknown in the first rounds
 RankProfile = Callable[[int, str], ModelProfile]  # of a rank, which this cluster has
 _UNKNOWN = ModelProfile(embedding=NOTHING, blocks=(), decoder=NOTHING)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planning:
-    """How rounds are planned: the policy, its settings, and the simulated surroundings.
-
-    ``policy`` is a scheduler or its name. ``radio``, ``channel`` and ``seed`` place simulated
-    clusters around the edge. Every device may spend ``budget`` per round on average. ``paced`` says
-    that senders keep to planned rates. Simulated devices deviate from their profiles by
-    ``truth_error`` (`simulation.world.World`). With ``labels_at_home`` every control unit is its
-    cluster's edge. The first ``trusted_blocks`` are on trusted devices alone. Clusters reply in the
-    codec ``updates``. The run's edge at ``edge_address``, if it has one, serves machines whose
-    cluster files name none. Of ``ranks``, if there are some, clusters without a rank of adapters of
-    their own get one (`scheduler.ranks`).
-    """
-
-    policy: str | Scheduler = "dssda"
-    settings: SchedulerConfig = field(default_factory=SchedulerConfig)
-    radio: str = "wifi"
-    channel: str = "static"
-    seed: int = 0
-    budget: EnergyBudget = field(default_factory=EnergyBudget)
-    paced: bool = False
-    truth_error: float = 0.0
-    labels_at_home: bool = False
-    trusted_blocks: int = 0
-    updates: str = "fp32"
-    edge_address: str = ""
-    ranks: tuple[int, ...] = ()
-
-    def for_batches(self, size: int, *, cut: bool = True) -> Planning:
-        """Fix steps at ``size`` examples, of which plans choose only the micro-batches."""
-        most = min(size, MOST_MICRO_BATCHES) if cut else 1
-        counts = tuple(n for n in range(1, most + 1) if size % n == 0)
-        sizes = tuple(size // count for count in reversed(counts))
-        settings = replace(
-            self.settings, batch_size=size, micro_batch_sizes=sizes, micro_batches=counts
-        )
-        return replace(self, settings=settings)
-
-    def recomputing(self) -> Planning:
-        """Plan for devices that compute forward passes again instead of keeping activations."""
-        settings, policy = replace(self.settings, recompute=True), self.policy
-        if isinstance(policy, Policy):
-            policy = replace(policy, settings=replace(policy.settings, recompute=True))
-        return replace(self, settings=settings, policy=policy)
-
-    def check(self, model: ModelProfile) -> ModelProfile:
-        """Return the model; raises ConfigError where it has fewer blocks than are to be trusted."""
-        if self.trusted_blocks > len(model.blocks):
-            raise ConfigError(
-                f"privacy.trusted-blocks is {self.trusted_blocks}, but the model has "
-                f"{len(model.blocks)} blocks: set it to {len(model.blocks)} at most"
-            )
-        return model
-
-    def described(self, profile: ClusterProfile, model: ModelProfile | None) -> ClusterProfile:
-        """Adapt a cluster for plans: its edges, trust, memory and energy budgets."""
-        profile = with_demands(
-            profile,
-            labels_at_home=self.labels_at_home,
-            trusted_blocks=self.trusted_blocks,
-            updates=self.updates,
-        )
-        profile = budgeted(with_some_edge(profile, self.edge_address), self.budget, model)
-        return profile if model is None else divide_memory(profile, model)
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The policy's scheduler; raises ConfigError for an unknown name."""
-        if isinstance(self.policy, str):
-            return make_scheduler(self.policy, self.settings)
-        return self.policy
-
-    def world(self, profiles: Sequence[ClusterProfile], model: ModelProfile) -> World:
-        """Place the described clusters in a world; raises ConfigError for unknown names."""
-        world = make_world(
-            cluster_devices=[profile.members for profile in profiles],
-            examples=[profile.examples for profile in profiles],
-            cluster_ids=[profile.cluster_id for profile in profiles],
-            radio=self.radio,
-            channel=self.channel,
-            seed=self.seed,
-            truth_error=self.truth_error,
-        )
-        described = tuple(self.described(profile, model) for profile in profiles)
-        return replace(world, clusters=described)
 
 
 @runtime_checkable
@@ -511,58 +415,3 @@ def finished(plan: Plan, closed: ClosedRound, world: World) -> Plan:
     begun = (*plan.clusters, *closed.joined.values())
     done = (ends.get(c.cluster_id, c) for c in begun if c.cluster_id in closed.models)
     return replace(plan, clusters=tuple(done))
-
-
-class MovementMeter:
-    """How far the model moved in successive rounds; a resumed run knows its ``last`` update.
-
-    With x the global update and x_m that of cluster m: |x|, |x - previous x|, and the
-    example-weighted mean of |x_m - x|^2. Works key by key, so memory stays at one model.
-    """
-
-    def __init__(self) -> None:
-        self.last: dict[str, NDArray[np.floating]] = {}
-
-    def dump(self) -> ComponentState:
-        return ComponentState(arrays=self.last)
-
-    def load(self, memory: ComponentState) -> None:
-        self.last = dict(memory.arrays)
-
-    def measure(self, closed: ClosedRound) -> Movement:
-        """Measure a round; nothing is known of one that the inner strategy dropped."""
-        if closed.after is None:
-            return Movement()
-        before, after = averaging_view(closed.before), averaging_view(closed.after)
-        moved = {}
-        for key in (key for key in before if key in after):
-            start = before[key].numpy()
-            if np.isfinite(start).all():  # a mask may hold -inf
-                moved[key] = after[key].numpy() - start
-        change = None
-        if self.last.keys() == moved.keys():
-            change = math.sqrt(sum(_square(x - self.last[k]) for k, x in moved.items()))
-        rotates = closed.products is not None and not closed.products.whole
-        self.last = {} if rotates else moved  # of bases that no other round has
-        return Movement(
-            norm=math.sqrt(sum(_square(x) for x in moved.values())),
-            change_norm=change,
-            spread=_spread({k: after[k].numpy() for k in moved}, closed),
-        )
-
-
-def _spread(after: Mapping[str, NDArray[np.floating]], closed: ClosedRound) -> float:
-    total = math.fsum(closed.examples[name] for name in closed.models)
-    if total <= 0:
-        return 0.0
-    spread = 0.0
-    for name, record in closed.models.items():
-        view = averaging_view(record)
-        distance = sum(_square(view[k].numpy() - mean) for k, mean in after.items() if k in view)
-        spread += closed.examples[name] / total * distance
-    return spread
-
-
-def _square(x: NDArray[np.floating]) -> float:
-    flat = x.ravel().astype(np.float64, copy=False)
-    return float(flat @ flat)

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from collapipe_flwr.core.domain import ClusterPlan, Movement, Plan, RoundOutcome
+from collapipe_flwr.core.domain import ClusterPlan, Plan
 from collapipe_flwr.core.incident import LOST, Incident
 from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.core.links import LinkReport
 from collapipe_flwr.core.measurements import ClusterMeasurement, TransferStats
+from collapipe_flwr.core.outcome import Movement, RoundOutcome
 from collapipe_flwr.federation.products import RoundProducts
 from collapipe_flwr.federation.records import Sent
 from collapipe_flwr.reporting.events import RoundEvent, cluster_json, link_json

@@ -29,7 +29,10 @@ if TYPE_CHECKING:  # importing the strategy does not load torch
     from collapipe_flwr.config.schema import EdgeConfig
     from collapipe_flwr.federation.checkpoint import Resumable
     from collapipe_flwr.federation.hook_options import Learning
-    from collapipe_flwr.federation.planner import Planning, RoundPlanner
+    from collapipe_flwr.federation.planner import (
+        RoundPlanner,
+    )
+    from collapipe_flwr.federation.planning import Planning
     from collapipe_flwr.federation.round import RoundRecord
     from collapipe_flwr.models.any_splitter import DescribedModel
     from collapipe_flwr.reporting.progress import ClusterProgress

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, field
 from math import isfinite, log, nan
 from typing import Any
 
-from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan
+from collapipe_flwr.core.domain import ClusterPlan
 from collapipe_flwr.core.incident import QUARANTINED, Incident
 from collapipe_flwr.core.links import LinkReport, LinkTraffic
+from collapipe_flwr.core.outcome import ClusterOutcome
 
 KEPT_FROM = 10  # rounds: from then on, energy budgets hold
 _PAYING = "dssda"  # the policy that pays back what is above them

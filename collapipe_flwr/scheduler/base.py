@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Snapshot
+from collapipe_flwr.core.domain import ClusterPlan, Plan, Snapshot
+from collapipe_flwr.core.outcome import RoundOutcome
 from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.chain import compute_latency_s, make_chain, schedule_rows
 from collapipe_flwr.costs.convergence import estimate_constants, estimate_noise_scale, update

@@ -24,17 +24,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from collapipe_flwr.core.domain import (
-    ClusterOutcome,
     ClusterPlan,
     ClusterProfile,
     ClusterSnapshot,
-    Movement,
     Plan,
-    RoundOutcome,
     Snapshot,
 )
 from collapipe_flwr.core.errors import DevicesMissing, InfeasibleError
 from collapipe_flwr.core.measurements import ClusterMeasurement
+from collapipe_flwr.core.outcome import ClusterOutcome, Movement, RoundOutcome
 from collapipe_flwr.costs.measured import explain_latency_s
 from collapipe_flwr.costs.price import price, set_planned_rates
 from collapipe_flwr.costs.replicas import PricedCluster

@@ -32,16 +32,14 @@ from operator import is_
 from typing import TypeVar
 
 from collapipe_flwr.core.domain import (
-    ClusterOutcome,
     ClusterProfile,
     ClusterSnapshot,
     DeviceProfile,
     EdgeProfile,
     ModelProfile,
-    RoundOutcome,
     Snapshot,
-    StageSample,
 )
+from collapipe_flwr.core.outcome import ClusterOutcome, RoundOutcome, StageSample
 from collapipe_flwr.costs.measured import EDGE
 from collapipe_flwr.scheduler.log_filter import STEP, LogFilter, Prior
 

@@ -15,7 +15,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from collapipe_flwr.core.domain import ChannelState, ClusterSnapshot, Plan, RoundOutcome, Snapshot
+from collapipe_flwr.core.domain import (
+    ChannelState,
+    ClusterSnapshot,
+    Plan,
+    Snapshot,
+)
+from collapipe_flwr.core.outcome import RoundOutcome
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import PricingOptions

@@ -27,13 +27,12 @@ from statistics import harmonic_mean, median
 import numpy as np
 
 from collapipe_flwr.core.domain import (
-    ClusterOutcome,
     ClusterSnapshot,
     LinkRate,
     LinkShares,
-    RoundOutcome,
     Snapshot,
 )
+from collapipe_flwr.core.outcome import ClusterOutcome, RoundOutcome
 from collapipe_flwr.costs.radio import compute_rate_bit_per_s
 from collapipe_flwr.costs.tables import TINY_GAIN
 

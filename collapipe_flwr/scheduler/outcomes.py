@@ -19,16 +19,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from collapipe_flwr.core.domain import (
-    ClusterOutcome,
     ClusterPlan,
     ClusterProfile,
-    LinkSample,
     ModelProfile,
     Snapshot,
-    StageSample,
 )
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
+from collapipe_flwr.core.outcome import ClusterOutcome, LinkSample, StageSample
 from collapipe_flwr.costs.measured import (
     compute_pass_s,
     compute_server_s,

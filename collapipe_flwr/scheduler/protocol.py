@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Protocol, runtime_checkable
 
-from collapipe_flwr.core.domain import Plan, RoundOutcome, Snapshot
+from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.keys import (
     Rule,
@@ -28,6 +28,7 @@ from collapipe_flwr.core.keys import (
     one_of,
 )
 from collapipe_flwr.core.links import CODECS
+from collapipe_flwr.core.outcome import RoundOutcome
 from collapipe_flwr.core.schedule import SCHEDULES
 from collapipe_flwr.costs.convergence import LearningState
 from collapipe_flwr.costs.radio import rank_codecs

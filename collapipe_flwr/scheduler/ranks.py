@@ -40,7 +40,7 @@ def choose_ranks(
                 plan = decide({**ranks, **dict.fromkeys(asked, rank)})
             except ScheduleError:
                 return ranks
-            rising = [name for name in asked if plan.cluster(name) is not None]
+            rising = [name for name in asked if plan.find_cluster(name) is not None]
             if rising == asked:  # nobody was left out, which changes the plans of the others
                 rising = [n for n in asked if _keeps(plan, smallest, n, clusters[n])]
         ranks |= dict.fromkeys(rising, rank)
@@ -48,7 +48,7 @@ def choose_ranks(
 
 
 def _keeps(plan: Plan, smallest: Plan, name: str, budgets: Budgets) -> bool:
-    now, least = plan.cluster(name), smallest.cluster(name)
+    now, least = plan.find_cluster(name), smallest.find_cluster(name)
     if now is None or least is None or now.latency_s > SLOWER * smallest.latency_s:
         return False
     return all(

@@ -22,10 +22,10 @@ from collapipe_flwr.core.domain import (
     DeviceProfile,
     ModelProfile,
     Plan,
-    RoundOutcome,
     Snapshot,
 )
 from collapipe_flwr.core.keys import Rule, at_least, check_keys, key, one_of
+from collapipe_flwr.core.outcome import RoundOutcome
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.scheduler.controller import RoundController
 from collapipe_flwr.scheduler.protocol import Scheduler, SchedulerState

@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collapipe_flwr.core.domain import ClusterOutcome, GradientNoise, Movement, RoundOutcome
+from collapipe_flwr.core.outcome import (
+    ClusterOutcome,
+    GradientNoise,
+    Movement,
+    RoundOutcome,
+)
 from collapipe_flwr.costs.convergence import (
     LearningConstants,
     LearningState,

@@ -10,9 +10,10 @@ from flwr.app import Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 from collapipe_flwr.cluster.order import LearningSettings
-from collapipe_flwr.core.domain import ClusterPlan, Plan, RoundOutcome, Segment
+from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
 from collapipe_flwr.core.errors import LinkError
 from collapipe_flwr.core.measurements import ClusterMeasurement
+from collapipe_flwr.core.outcome import RoundOutcome
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.records import (
     ARRAYS,

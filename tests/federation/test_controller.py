@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 from flwr.app import ArrayRecord
 
-from collapipe_flwr.federation.planner import KnownClusters, Planning
+from collapipe_flwr.federation.planner import (
+    KnownClusters,
+)
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.round import ClosedRound
 from collapipe_flwr.scheduler.controller import RoundController
 from collapipe_flwr.scheduler.policies import make_scheduler

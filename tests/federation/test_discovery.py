@@ -12,7 +12,10 @@ from collapipe_flwr.core.domain import ClusterProfile, DeviceProfile
 from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.members import discover_clusters
-from collapipe_flwr.federation.planner import DescribedClusters, Planning
+from collapipe_flwr.federation.planner import (
+    DescribedClusters,
+)
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.records import write_profile, write_spare
 from tests.federation.test_planner import MODEL
 

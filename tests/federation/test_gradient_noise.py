@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collapipe_flwr.core.domain import ClusterOutcome, RoundOutcome
 from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
+from collapipe_flwr.core.outcome import ClusterOutcome, RoundOutcome
 from collapipe_flwr.costs.convergence import LearningState, estimate_noise_scale, update
 from collapipe_flwr.data.batches import bucket_by_length, cut_batches, shuffle_groups
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig

@@ -14,7 +14,10 @@ from collapipe_flwr.core.domain import ClusterProfile
 from collapipe_flwr.core.errors import InfeasibleError
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.federation.planner import KnownClusters, Planning
+from collapipe_flwr.federation.planner import (
+    KnownClusters,
+)
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.round import RoundPlan
 from collapipe_flwr.federation.run.run_strategy import make_planner
 from collapipe_flwr.scheduler.protocol import SchedulerConfig

@@ -34,7 +34,7 @@ from collapipe_flwr.core.domain import PlannedExecution
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.client.cluster import mods_of
 from collapipe_flwr.federation.client.pipeline_round import MOST_PREDICTED, _cut_steps
-from collapipe_flwr.federation.planner import Planning
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.round import RoundRecord
 from collapipe_flwr.federation.split import PersonalArrays
 from collapipe_flwr.models.profile import profile_model

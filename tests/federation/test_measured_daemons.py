@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import FedAvg
 from transformers import BertForSequenceClassification
 
 from collapipe_flwr import Cluster, CollaPipe, LocalGrid, SplitModel
-from collapipe_flwr.federation.planner import Planning
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.round import RoundRecord
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from tests.cluster.daemon_processes import Daemon, running

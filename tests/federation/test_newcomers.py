@@ -13,8 +13,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from collapipe_flwr import Cluster, CollaPipe, LocalGrid
-from collapipe_flwr.core.domain import ClusterPlan, DeviceProfile, RoundOutcome
+from collapipe_flwr.core.domain import ClusterPlan, DeviceProfile
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.core.outcome import RoundOutcome
 from collapipe_flwr.federation.round import RoundRecord
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.host.service import HostService

@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from collapipe_flwr.core.domain import EdgeProfile, RoundOutcome
+from collapipe_flwr.core.domain import EdgeProfile
 from collapipe_flwr.core.errors import ProtocolError
+from collapipe_flwr.core.outcome import RoundOutcome
 from collapipe_flwr.costs.measured import compute_pass_s, count_stage_parts
 from collapipe_flwr.federation import border
-from collapipe_flwr.federation.planner import KnownClusters, Planning
+from collapipe_flwr.federation.planner import (
+    KnownClusters,
+)
+from collapipe_flwr.federation.planning import Planning
 from tests.federation.test_outcomes import EXAMPLES, NAME, STEPS, told
 from tests.federation.test_planner import MODEL, closed, rounds, weights
 

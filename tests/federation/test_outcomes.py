@@ -8,12 +8,16 @@ from dataclasses import replace
 import pytest
 
 from collapipe_flwr.cluster.order import CONTROL_UNIT
-from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, Plan, RoundOutcome
+from collapipe_flwr.core.domain import ClusterPlan, Plan
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.measurements import ClusterMeasurement, StageMeasurement
+from collapipe_flwr.core.outcome import ClusterOutcome, RoundOutcome
 from collapipe_flwr.costs.measured import EDGE, compute_pass_s, compute_server_s, count_stage_parts
 from collapipe_flwr.costs.price import price
-from collapipe_flwr.federation.planner import KnownClusters, Planning
+from collapipe_flwr.federation.planner import (
+    KnownClusters,
+)
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.round import RoundPlan
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from tests.federation.test_planner import MODEL, NODES, closed, rounds, weights

@@ -11,13 +11,18 @@ from flwr.app import ArrayRecord
 
 from collapipe_flwr.cluster.control_unit import join_reports
 from collapipe_flwr.cluster.order import CONTROL_UNIT
-from collapipe_flwr.core.domain import BlockCost, LinkRate, ModelProfile, Movement, RoundOutcome
+from collapipe_flwr.core.domain import BlockCost, LinkRate, ModelProfile
 from collapipe_flwr.core.errors import ConfigError, ScheduleError
 from collapipe_flwr.core.links import LinkTraffic
 from collapipe_flwr.core.measurements import CacheUse, ClusterMeasurement, StageMeasurement
+from collapipe_flwr.core.outcome import Movement, RoundOutcome
 from collapipe_flwr.federation.arrays import encode_tensors
 from collapipe_flwr.federation.checkpoint import rng_state
-from collapipe_flwr.federation.planner import KnownClusters, MovementMeter, Planning
+from collapipe_flwr.federation.movement import MovementMeter
+from collapipe_flwr.federation.planner import (
+    KnownClusters,
+)
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.round import ClosedRound
 from collapipe_flwr.scheduler.link_estimates import make_link_key
 from collapipe_flwr.scheduler.protocol import SchedulerConfig

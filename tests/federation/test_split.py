@@ -9,8 +9,8 @@ import torch
 from flwr.app import ConfigRecord
 from flwr.serverapp.strategy import FedAvg, FedProx, Strategy
 
-from collapipe_flwr.core.domain import RoundOutcome
 from collapipe_flwr.core.errors import ConfigError, ProtocolError, RunError
+from collapipe_flwr.core.outcome import RoundOutcome
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors
 from collapipe_flwr.federation.local_grid import LocalGrid
 from collapipe_flwr.federation.records import (

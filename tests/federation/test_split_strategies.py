@@ -27,7 +27,10 @@ from collapipe_flwr.core.errors import RunError
 from collapipe_flwr.federation.arrays import decode_tensors, encode_tensors, load_into
 from collapipe_flwr.federation.client.cluster import Cluster
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.federation.planner import DescribedClusters, Planning
+from collapipe_flwr.federation.planner import (
+    DescribedClusters,
+)
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.records import (
     ARRAYS,
     EXAMPLES,

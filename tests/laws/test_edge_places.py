@@ -24,7 +24,7 @@ from collapipe_flwr.core.domain import EdgeProfile
 from collapipe_flwr.core.errors import ConfigError, ScheduleError
 from collapipe_flwr.federation.client.pipeline_round import micro_batch
 from collapipe_flwr.federation.client.site import Site
-from collapipe_flwr.federation.planner import Planning
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.records import SplitTask
 from collapipe_flwr.host.server import HostServer
 from collapipe_flwr.host.service import HostService

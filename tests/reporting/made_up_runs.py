@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from collapipe_flwr.core.domain import ClusterOutcome, ClusterPlan, Plan, Segment, StageSample
+from collapipe_flwr.core.domain import ClusterPlan, Plan, Segment
 from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.core.links import LinkConfig, LinkReport, LinkTraffic
+from collapipe_flwr.core.outcome import ClusterOutcome, StageSample
 from collapipe_flwr.reporting.events import RoundEvent, cluster_json, link_json
 from collapipe_flwr.reporting.run_data import RunStory
 from collapipe_flwr.reporting.run_directory import EVENTS, RunDirectory

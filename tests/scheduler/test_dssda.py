@@ -12,9 +12,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from collapipe_flwr.core.domain import ModelProfile, Plan, RoundOutcome, Snapshot
+from collapipe_flwr.core.domain import ModelProfile, Plan, Snapshot
 from collapipe_flwr.core.errors import ConfigError, InfeasibleError, ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.core.outcome import RoundOutcome
 from collapipe_flwr.costs.convergence import LearningState
 from collapipe_flwr.scheduler.plans import check_cluster_plan
 from collapipe_flwr.scheduler.policies import POLICIES, make_scheduler

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from collapipe_flwr.core.errors import ScheduleError
-from collapipe_flwr.federation.planner import Planning
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.scheduler.policies import POLICIES
 from collapipe_flwr.scheduler.protocol import SchedulerConfig
 from tests.worlds import draw_snapshot, planned

@@ -10,16 +10,14 @@ from itertools import pairwise
 import pytest
 
 from collapipe_flwr.core.domain import (
-    ClusterOutcome,
     ClusterPlan,
     LinkRate,
-    LinkSample,
     ModelProfile,
     Plan,
-    RoundOutcome,
     Snapshot,
 )
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.core.outcome import ClusterOutcome, LinkSample, RoundOutcome
 from collapipe_flwr.costs.price import price, set_planned_rates
 from collapipe_flwr.scheduler.link_estimates import (
     PATIENCE,

@@ -8,14 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from collapipe_flwr.core.domain import (
-    ClusterOutcome,
-    DeviceProfile,
-    RoundOutcome,
-    Snapshot,
-    StageSample,
-)
+from collapipe_flwr.core.domain import DeviceProfile, Snapshot
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.core.outcome import ClusterOutcome, RoundOutcome, StageSample
 from collapipe_flwr.costs.measured import EDGE, compute_pass_s
 from collapipe_flwr.scheduler.estimates import (
     PATIENCE,

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from collapipe_flwr.core.domain import ClusterOutcome, RoundOutcome, Snapshot
+from collapipe_flwr.core.domain import Snapshot
+from collapipe_flwr.core.outcome import ClusterOutcome, RoundOutcome
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.scheduler.base import make_initial_state
 from collapipe_flwr.scheduler.policies import make_scheduler

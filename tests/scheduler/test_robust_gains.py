@@ -9,9 +9,10 @@ from itertools import islice
 
 import pytest
 
-from collapipe_flwr.core.domain import ClusterOutcome, ModelProfile, RoundOutcome
+from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.core.json_codec import from_json, to_json
+from collapipe_flwr.core.outcome import ClusterOutcome, RoundOutcome
 from collapipe_flwr.scheduler.gain_estimates import (
     CAUTION,
     RobustGains,

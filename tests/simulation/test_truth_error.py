@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collapipe_flwr.core.domain import DeviceProfile, Plan, RoundOutcome, Snapshot
+from collapipe_flwr.core.domain import DeviceProfile, Plan, Snapshot
 from collapipe_flwr.core.errors import ConfigError
+from collapipe_flwr.core.outcome import RoundOutcome
 from collapipe_flwr.costs.price import price
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.scheduler.protocol import SchedulerConfig, SchedulerState

@@ -20,7 +20,11 @@ from collapipe_flwr.core.errors import InfeasibleError, prefix_errors
 from collapipe_flwr.data.metrics import add_counts
 from collapipe_flwr.data.tasks import Task
 from collapipe_flwr.federation.late import RoundDeadline
-from collapipe_flwr.federation.planner import KnownClusters, Planning, RankProfile
+from collapipe_flwr.federation.planner import (
+    KnownClusters,
+    RankProfile,
+)
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.products import check_rank
 from collapipe_flwr.federation.records import read_tally
 from collapipe_flwr.federation.run.learner import scores

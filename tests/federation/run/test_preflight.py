@@ -21,7 +21,7 @@ from collapipe_flwr.config.schema import flatten, parse
 from collapipe_flwr.core import errors, hub
 from collapipe_flwr.core.errors import CollaPipeError, ConfigError
 from collapipe_flwr.core.keys import Value
-from collapipe_flwr.federation.planner import Planning
+from collapipe_flwr.federation.planning import Planning
 from collapipe_flwr.federation.run import running
 from collapipe_flwr.federation.run.preflight import check_launch, preflight
 from collapipe_flwr.federation.run.running import Attempt, launch_of

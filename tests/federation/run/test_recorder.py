@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from flwr.app import ArrayRecord
 
-from collapipe_flwr.core.domain import ClusterOutcome, RoundOutcome
 from collapipe_flwr.core.errors import PrivacySpent
 from collapipe_flwr.core.incident import Incident
 from collapipe_flwr.core.measurements import ClusterMeasurement
+from collapipe_flwr.core.outcome import ClusterOutcome, RoundOutcome
 from collapipe_flwr.federation.round import RoundRecord
 from collapipe_flwr.federation.run.recorder import RunRecorder
 from collapipe_flwr.pipeline.config import NoiseConfig
