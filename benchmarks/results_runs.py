@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 from collapipe_flwr.core.processes import open_lifeline
 from collapipe_flwr.reporting.comparison import draw, read_runs, render_markdown
@@ -206,28 +207,49 @@ def _table(kind: str, name: str, metrics: str) -> str:
 
 
 def _seed_lines(name: str, metrics: list[str]) -> Iterator[str]:
-    """A row per kind of run: metrics after the last round, megabytes, simulated seconds."""
-    yield f"|  | seeds | {' | '.join(metrics)} | links MB | Flower MB | seconds of a round |"
-    yield f"| --- |{' ---: |' * (len(metrics) + 4)}"
-    for label in ("untrained", *STUDIES[name].runs):
-        run = "pipeline" if label == "untrained" else label.lower()
-        folders = [RESULTS / f"{name}-{run}-{seed}" for seed in STUDIES[name].seeds]
-        read = [f for f in folders if f.exists()]
-        if not read:
+    """A row per kind of run: metrics after the last round, megabytes, simulated seconds.
+
+    Seeds may lack runs; the last column compares those of the same seeds.
+    """
+    against = f"{metrics[0]} against pipeline's"
+    yield f"|  | seeds | {' | '.join(metrics)} | {against} | links MB | Flower MB | s a round |"
+    yield f"| --- |{' ---: |' * (len(metrics) + 5)}"
+    folders = {path.name: path for path in RESULTS.glob(f"{name}-*-*")}
+    first = {
+        s: _last_metrics(f)
+        for s in STUDIES[name].seeds
+        if (f := folders.get(f"{name}-pipeline-{s}"))
+    }
+    before = [_summary(folders[f"{name}-pipeline-{seed}"])["untrained"] for seed in first]
+    cells = [str(len(before)), *(_spread([one[metric] for one in before]) for metric in metrics)]
+    yield f"| untrained | {' | '.join(cells)} |  |  |  |  |"
+    for label in STUDIES[name].runs:
+        found = {
+            s: f for s in STUDIES[name].seeds if (f := folders.get(f"{name}-{label.lower()}-{s}"))
+        }
+        if not found:
             continue
-        told = [json.loads((f / "summary.json").read_text(encoding="utf-8")) for f in read]
-        last = [each["untrained"] for each in told]
-        if label != "untrained":
-            last = [read_events(folder)[-1]["metrics"] for folder in read]
-        cells = [str(len(read)), *(_spread([one[metric] for one in last]) for metric in metrics)]
-        if label == "untrained":
-            cells += [""] * 3
-        else:
-            sent = [each["bytes"] for each in told]
-            cells.append(_mean_mb([each["d2d"] + each["d2e"] for each in sent]))
-            cells.append(_mean_mb([each["flower"] for each in sent]))
-            cells.append(_spread([mean(e["latency_s"]) for e in told if e["latency_s"]]))
+        last = {seed: _last_metrics(folder) for seed, folder in found.items()}
+        told = [_summary(folder) for folder in found.values()]
+        key, sent = metrics[0], [each["bytes"] for each in told]
+        apart = [100 * (last[s][key] / first[s][key] - 1) for s in last if s in first]
+        cells = [str(len(found))]
+        cells += [_spread([one[metric] for one in last.values()]) for metric in metrics]
+        cells.append("" if label == "pipeline" else f"{_spread(apart)} %")
+        cells.append(_mean_mb([each["d2d"] + each["d2e"] for each in sent]))
+        cells.append(_mean_mb([each["flower"] for each in sent]))
+        cells.append(_spread([mean(each["latency_s"]) for each in told if each["latency_s"]]))
         yield f"| {label} | {' | '.join(cells)} |"
+
+
+def _summary(folder: Path) -> Mapping[str, Any]:
+    summary: Mapping[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return summary
+
+
+def _last_metrics(folder: Path) -> Mapping[str, float]:
+    metrics: Mapping[str, float] = read_events(folder)[-1]["metrics"]
+    return metrics
 
 
 def _mean_mb(values: list[int]) -> str:
