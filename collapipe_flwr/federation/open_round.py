@@ -17,7 +17,7 @@ from collapipe_flwr.core.incident import LATE, Incident
 from collapipe_flwr.federation import border, records
 from collapipe_flwr.federation.accepted import AcceptedReplies, new_attempt
 from collapipe_flwr.federation.arrays import add_change, find_not_finite, inner_view
-from collapipe_flwr.federation.products import RoundProducts, convert, with_rank
+from collapipe_flwr.federation.products import ShownProducts, convert, with_rank
 from collapipe_flwr.federation.records import Sent
 from collapipe_flwr.federation.round import ClosedRound, RoundPlan
 from collapipe_flwr.federation.split import PersonalArrays, SplitTraining
@@ -110,7 +110,7 @@ class OpenRound:
         split = self._split
         if split is None or split.model.aggregate != PRODUCTS or not closed.models:
             return
-        products = closed.products = RoundProducts.of(
+        products = closed.products = ShownProducts.of(
             split.model, [self.template, *closed.models.values()], whole=split.whole_products
         )
         closed.before = products.show(self.template, split.model)

@@ -120,7 +120,7 @@ def show_model(arrays: ArrayRecord, model: DescribedModel | None, inner: Strateg
     """Return the global model as the inner strategy compares it with replies."""
     if model is None or model.aggregate != PRODUCTS or shows_cores(inner):
         return arrays
-    return RoundProducts.of(model, (), whole=True).show(arrays, model)
+    return ShownProducts.of(model, (), whole=True).show(arrays, model)
 
 
 def restore_factors(
@@ -150,7 +150,7 @@ def _with_factors(content: RecordDict, shown: ArrayRecord, view: ArrayRecord) ->
 
 
 @dataclass(frozen=True, slots=True)
-class RoundProducts:
+class ShownProducts:
     """How one round shows adapters as products; ``bases`` by key of B, None for whole ones."""
 
     model: DescribedModel
@@ -158,12 +158,12 @@ class RoundProducts:
     whole: bool
 
     @staticmethod
-    def of(model: DescribedModel, models: Collection[ArrayRecord], *, whole: bool) -> RoundProducts:
+    def of(model: DescribedModel, models: Collection[ArrayRecord], *, whole: bool) -> ShownProducts:
         """Find bases for these models, unless they are to be shown ``whole``."""
         found: dict[str, Bases | None] = {adapter.b: None for adapter in model.adapters}
         for adapter in () if whole else model.adapters:
             found[adapter.b] = Bases.of([_factors(arrays, adapter) for arrays in models])
-        return RoundProducts(model, found, whole)
+        return ShownProducts(model, found, whole)
 
     def show(self, arrays: ArrayRecord, model: DescribedModel) -> ArrayRecord:
         """Return the arrays of ``model``, of any rank, with products in the places of B."""

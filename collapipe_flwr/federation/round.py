@@ -14,7 +14,7 @@ from collapipe_flwr.core.json_codec import to_plain
 from collapipe_flwr.core.links import LinkReport
 from collapipe_flwr.core.measurements import ClusterMeasurement, TransferStats
 from collapipe_flwr.core.outcome import Movement, RoundOutcome
-from collapipe_flwr.federation.products import RoundProducts
+from collapipe_flwr.federation.products import ShownProducts
 from collapipe_flwr.federation.records import Sent
 from collapipe_flwr.reporting.events import RoundEvent, cluster_json, link_json
 
@@ -80,7 +80,7 @@ class ClosedRound:
     incidents: list[Incident] = field(default_factory=list)  # besides failures
     received_bytes: int = 0
     movement: Movement = field(default_factory=Movement)
-    products: RoundProducts | None = None
+    products: ShownProducts | None = None
     adapter_error: float | None = None  # of the global adapters, relative to the mean product
 
 
