@@ -198,15 +198,16 @@ def test_a_member_takes_no_certificate_that_is_not_its_own(
 ) -> None:
     before, rosters = certificate_of(pair[0]), rosters_of(pair[0])
     other, stranger = Authority(registry.certs), Authority(tmp_path / "other")
-    strange = [
-        certificate_of(pair[1]).decode(),
-        *(by.issue("pi-1").certificate.read_text() for by in (other, stranger)),  # another key
-    ]
     newest = registry.roster(replace(registry.cluster(), version=99))
-    for pem in strange[1:]:
+    with signing(days_ago=0):  # they end later
+        strange = [by.issue("pi-1") for by in (other, stranger)]  # another key
+        strange.append(other.issue("pi-2"))
+    for issued in strange:
         with pytest.raises(ProtocolError, match="certificate that came back"):
-            rosters.accept(replace(newest, certificate=pem))
-    rosters.accept(replace(newest, certificate=strange[0]))  # it ends no later
+            rosters.accept(replace(newest, certificate=issued.certificate.read_text()))
+    with signing(days_ago=900):
+        ending = other.issue("pi-3").certificate.read_text()
+    rosters.accept(replace(newest, certificate=ending))  # nobody looks at one that ends no later
     assert certificate_of(pair[0]) == before
 
 
