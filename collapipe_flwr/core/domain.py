@@ -284,7 +284,7 @@ class Snapshot:
     clusters: tuple[ClusterSnapshot, ...]
     models: Mapping[int, ModelProfile] = field(default_factory=dict)  # of other ranks of adapters
 
-    def model_of(self, profile: ClusterProfile) -> ModelProfile:
+    def find_model(self, profile: ClusterProfile) -> ModelProfile:
         """Return the model with adapters of a cluster's rank."""
         return self.models.get(profile.lora_rank, self.model)
 

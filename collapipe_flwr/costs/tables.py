@@ -190,7 +190,7 @@ def tabulate(snapshot: Snapshot, codec: str = "fp32") -> Tables:
 
 def _list_models(snapshot: Snapshot) -> tuple[tuple[ModelProfile, ...], Ints]:
     """List the models that clusters train, and the place of each cluster's, (M,)."""
-    trained = [snapshot.model_of(cluster.profile) for cluster in snapshot.clusters]
+    trained = [snapshot.find_model(cluster.profile) for cluster in snapshot.clusters]
     places = {id(model): model for model in trained}
     order = {found: place for place, found in enumerate(places)}
     return tuple(places.values()), np.array([order[id(model)] for model in trained], np.int64)

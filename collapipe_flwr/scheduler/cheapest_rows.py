@@ -107,7 +107,7 @@ class _Searches:
         total = stage.sum(1)
         before = total[:, None] if options.schedule == "gpipe" else np.cumsum(stage, axis=1) - stage
         longest = (self.count[:, None] * stage + before).max(1)
-        rest = self.scorer.estimates(like).latency / self.steps - longest
+        rest = self.scorer.estimate(like).latency / self.steps - longest
         blocks = self.tables.blocks.count_l[0]
         part = np.ones_like(blocks) if options.schedule == "gpipe" else blocks[::-1] / blocks[-1]
         ahead_lc = part[:, None] * total

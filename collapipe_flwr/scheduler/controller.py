@@ -348,7 +348,9 @@ class RoundController:
     ) -> ClusterOutcome:
         """Compute the outcome of a cluster of machines."""
         links = tuple(sample_links(plan, measured, paced=self._paced))
-        return measure_outcome(plan, priced, measured, profile, seen.model_of(profile), links=links)
+        return measure_outcome(
+            plan, priced, measured, profile, seen.find_model(profile), links=links
+        )
 
     def _add_expected(self, found: ClusterOutcome) -> ClusterOutcome:
         """Add the stage times that the scheduler expected to the outcome."""

@@ -204,7 +204,7 @@ class EdgeChoice:
             return plan
         rest = ReplanInput(
             profile=cluster.profile,
-            model=self._snapshot.model_of(cluster.profile),
+            model=self._snapshot.find_model(cluster.profile),
             present=ids,
         )
         try:
@@ -305,7 +305,7 @@ def choose_edges(snapshot: Snapshot, chosen: Chosen, links: LinkEstimates) -> Sn
     ``links`` are what is known of its links. Returns the snapshot where nobody has a choice.
     """
     clusters = tuple(
-        _choose_edge(c, chosen.get(c.profile.cluster_id), snapshot.model_of(c.profile))
+        _choose_edge(c, chosen.get(c.profile.cluster_id), snapshot.find_model(c.profile))
         for c in snapshot.clusters
     )
     if all(map(is_, clusters, snapshot.clusters)):

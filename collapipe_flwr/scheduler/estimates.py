@@ -97,7 +97,7 @@ def estimate_profiles(
     after = _note_claims(snapshot, estimates, memory)
     clusters = tuple(_estimate_cluster(cluster, after) for cluster in snapshot.clusters)
     paces = {
-        c.profile.cluster_id: _time_blocks(c.profile, snapshot.model_of(c.profile))
+        c.profile.cluster_id: _time_blocks(c.profile, snapshot.find_model(c.profile))
         for c in clusters
         if c.profile.real_links
     }

@@ -218,7 +218,7 @@ def simulate_cluster(
     """
     members = {member.device_id: member for member in profile.members}
     samples = []
-    for name, (passes, each) in count_stage_parts(plan, truth.model_of(profile)).items():
+    for name, (passes, each) in count_stage_parts(plan, truth.find_model(profile)).items():
         member, flop = members.get(name), plan.micro_batch_size * each
         samples.append(
             StageSample(

@@ -194,7 +194,7 @@ class PlanSolver(PlanningProblem):
 
     def make_incumbent(self, now: Solution) -> Incumbent:
         """Make ``now`` the plan whose rows may be replaced."""
-        costs = self.estimates(now.chain, now.priced)
+        costs = self.estimate(now.chain, now.priced)
         return Incumbent(self, now.rows, costs, now.allocation.edge_hz_r)
 
     def _find_promising(self, best: Solution) -> tuple[Layouts, Array]:
@@ -224,7 +224,7 @@ class PlanSolver(PlanningProblem):
         yield self.make_incumbent(best).bound_rows(self._find_promising(best)[0]).combine()
         chain, hz_m = best.chain, AMPLE * best.allocation.edge_hz_r
         times = compute_full_power_times(chain, hz_m)
-        ample = self.estimates(chain, price_rows(chain, times, solve_powers(chain, hz_m, times)))
+        ample = self.estimate(chain, price_rows(chain, times, solve_powers(chain, hz_m, times)))
         late = np.argsort(-ample.latency, kind="stable")[:LATE_CLUSTERS]
         late = np.sort(late[ample.latency[late] > SLOW * best.priced.latency_s.max()])
         if not len(late):

@@ -109,7 +109,7 @@ class PlanningProblem:
     price_mi: Array
     room_mi: Array  # infinite without a limit
 
-    def estimates(self, chain: Chain, priced: RowPrices) -> Estimates:
+    def estimate(self, chain: Chain, priced: RowPrices) -> Estimates:
         """Return the costs of rows that have been priced with their hop times."""
         return Estimates(priced.latency_s, priced.latency_s, self.price_energy(chain, priced))
 

@@ -71,7 +71,7 @@ def explain_trust(tables: Tables, m: int, settings: SchedulerConfig) -> str:
 def _list_shortages(tables: Tables, m: int, settings: SchedulerConfig) -> Iterator[str]:
     snapshot, usable = tables.snapshot, 1.0 - settings.memory_margin
     profile = snapshot.clusters[m].profile
-    model = snapshot.model_of(profile)
+    model = snapshot.find_model(profile)
     room = [usable * device.memory_bytes for device in profile.devices]
     needs = compute_segment_needs(tables, settings, m)
     blocks = range(len(needs) - 1)

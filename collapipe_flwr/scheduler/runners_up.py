@@ -45,7 +45,7 @@ class Incumbent:
     def bound_rows(self, near: Layouts) -> CandidateRows:
         """Price all rows of ``near`` by the lower bound."""
         chain, _, priced = self._bound(near)
-        return CandidateRows(self, near, self.problem.estimates(chain, priced))
+        return CandidateRows(self, near, self.problem.estimate(chain, priced))
 
     def play_rows(self, near: Layouts, *, joint: bool = False) -> CandidateRows:
         """Play the steps of the rows of ``near`` that matter.
@@ -55,11 +55,11 @@ class Incumbent:
         lower bound of a row's latency is enough to leave it out.
         """
         chain, times, priced = self._bound(near)
-        every = CandidateRows(self, near, self.problem.estimates(chain, priced))
+        every = CandidateRows(self, near, self.problem.estimate(chain, priced))
         pair_r, done = self.problem.find_pairs(near), np.zeros(len(near), bool)
         while len(more := self._choose_next(every, pair_r, done, joint=joint)):
             priced = replay_rows(chain, times, priced, more)
-            every = replace(every, costs=self.problem.estimates(chain, priced))
+            every = replace(every, costs=self.problem.estimate(chain, priced))
             done[more] = True
         return every.take(np.flatnonzero(done))
 

@@ -76,25 +76,25 @@ class Scorer:
 
         The other clusters are as in ``now``.
         """
-        prices, costs = self.prices, self.estimates(rows)
+        prices, costs = self.prices, self.estimate(rows)
         rho_r = self.problem.learning.compute_row_rhos(self.tables, rows, now)
         ceiling = prices.ceiling_m[rows.cluster_r]
         late = self.problem.latency_price * rho_r * np.maximum(costs.latency, ceiling)
         spare = np.clip(ceiling - costs.latency, 0.0, TRUST * ceiling)
         return np.asarray(late - prices.slack_price_m[rows.cluster_r] * spare + costs.worth)
 
-    def estimates(self, rows: Layouts) -> Estimates:
+    def estimate(self, rows: Layouts) -> Estimates:
         """Price every row."""
         if not len(rows):
             return Estimates(np.zeros(0), np.zeros(0), np.zeros(0))
         if len(rows) <= BLOCK:
-            return self._estimates(rows)
+            return self._estimate(rows)
         parts = np.array_split(np.argsort(rows.depth_r, kind="stable"), round(len(rows) / BLOCK))
-        found = [self._estimates(rows.take(part)) for part in parts]
+        found = [self._estimate(rows.take(part)) for part in parts]
         back = np.argsort(np.concatenate(parts), kind="stable")
         return join_estimates(found).take(back)
 
-    def _estimates(self, rows: Layouts) -> Estimates:
+    def _estimate(self, rows: Layouts) -> Estimates:
         batch = _Batch(self.tables, rows)
         slots = _Slots(rows, self.tables)
         held = self._held(rows, batch, slots)

@@ -208,7 +208,7 @@ class Search:
         pairs = np.unique(np.array(_pairs_of(now) + widest), axis=0)
         known = [pair_batches(now, pairs)[1]]
         known += [] if self.spare is None else [self.spare]
-        late_t = self.scorer.estimates(now).latency.max() * np.array(LENGTHS)
+        late_t = self.scorer.estimate(now).latency.max() * np.array(LENGTHS)
         return [*known, cheapest_rows(self.scorer, now, late_t)]
 
     # -- growth -----------------------------------------------------------------------------

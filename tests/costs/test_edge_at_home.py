@@ -144,7 +144,7 @@ def test_searches_price_it_as_plans_do() -> None:
         scheduler = make_scheduler("latency-only", options)
         planner = make_solver(tabulate(snapshot), scheduler.init(snapshot), options)
         rows = rows_of(snapshot)
-        found = Scorer(planner, planner.make_opening_prices()).estimates(rows)
+        found = Scorer(planner, planner.make_opening_prices()).estimate(rows)
         chain = make_chain(planner.tables, rows, options)
         priced = planner.optimize_radio(rows).priced
         assert found.latency[0] == pytest.approx(priced.latency_s[0], rel=0.02)

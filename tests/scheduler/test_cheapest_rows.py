@@ -66,7 +66,7 @@ def test_without_hurry_no_row_in_that_order_is_cheaper(seed: int, schedule: str)
     found = cheapest(scorer, rows, np.array([NO_HURRY]))
     values = []
     for each in (found, rows):
-        costs = scorer.estimates(each)
+        costs = scorer.estimate(each)
         slope = HURRY * scorer.slope_m[each.cluster_r]
         values.append(least(slope * costs.latency + costs.worth, each))
     assert values[0] == pytest.approx(values[1], rel=1e-6)
@@ -79,7 +79,7 @@ def test_rows_that_end_in_time_need_little_more_energy_than_the_best(schedule: s
         planner = small_planner(seed, schedule)
         scorer = Scorer(planner, planner.make_opening_prices())
         rows = every_row(planner, (1, 8))
-        costs = scorer.estimates(rows)
+        costs = scorer.estimate(rows)
         late_s = 1.2 * least(costs.latency, rows).max()
         found = cheapest(scorer, rows, late_s * np.array([0.9, 0.95, 1.0, 1.05, 1.1]))
         assert fits(planner.tables, found, planner.settings).all()
@@ -87,7 +87,7 @@ def test_rows_that_end_in_time_need_little_more_energy_than_the_best(schedule: s
             assert len({*members} - {UNUSED}) == depth
         assert (np.diff(found.stop_rs, axis=1, prepend=0) >= found.used_rs).all()
         assert (found.stop_rs[:, -1] == SMALL.blocks).all()
-        ours = scorer.estimates(found)
+        ours = scorer.estimate(found)
         in_time = ours.latency <= late_s
         best = least(np.where(costs.latency <= late_s, costs.worth, np.inf), rows)
         dearer += (least(ours.worth[in_time], found.take(in_time)) / best).tolist()

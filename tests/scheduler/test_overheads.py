@@ -92,7 +92,7 @@ def test_an_overhead_is_a_lower_speed_at_one_size() -> None:
         rows = stack_layouts(every)
         chains.append(make_chain(tables, rows, SETTINGS))
         scorer = Scorer(planner, planner.make_opening_prices())
-        scores.append(scorer.estimates(rows))
+        scores.append(scorer.estimate(rows))
     for one, other in ((chains[0], chains[1]),):
         for name in ("forward_stage_s", "backward_stage_s", "fixed_s", "fixed_j"):
             assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-9)
@@ -144,7 +144,7 @@ def test_a_round_begins_and_ends_with_the_slowest_device_that_works() -> None:
         planner = make_solver(tables, make_initial_state(quick, SETTINGS), SETTINGS)
         chains.append(make_chain(tables, rows, SETTINGS).fixed_s)
         scorer = Scorer(planner, planner.make_opening_prices())
-        scores.append(scorer.estimates(rows).latency)
+        scores.append(scorer.estimate(rows).latency)
     used = np.where(rows.used_rs, np.array([0.0, *seconds])[rows.member_rs], 0.0)
     assert chains[1] - chains[0] == pytest.approx(used.max(1), abs=1e-9)
     assert scores[1] - scores[0] == pytest.approx(used.max(1), abs=1e-9)

@@ -97,7 +97,7 @@ def test_what_a_runner_up_costs_can_be_had() -> None:
     rows = Search(planner).choose(planner.make_opening_prices(), None)
     now = planner.optimize_radio(rows)
     near = planner.keep_fitting(planner.list_neighbours(rows))
-    own, hz_m = planner.estimates(now.chain, now.priced), now.allocation.edge_hz_r
+    own, hz_m = planner.estimate(now.chain, now.priced), now.allocation.edge_hz_r
     found = Incumbent(planner, rows, own, hz_m).play_rows(near, joint=True)
     near = found.near
     for r in (0, len(near) // 2, len(near) - 1, int(found.value_alone().argmin())):
@@ -120,7 +120,7 @@ def test_rows_that_are_left_out_are_not_among_the_best(monkeypatch: pytest.Monke
         planner = search_planner(SIZE, seed, queues=True)
         now = planner.optimize_radio(Search(planner).choose(planner.make_opening_prices(), None))
         near = planner.keep_fitting(planner.list_neighbours(now.rows))
-        own, hz_m = planner.estimates(now.chain, now.priced), now.allocation.edge_hz_r
+        own, hz_m = planner.estimate(now.chain, now.priced), now.allocation.edge_hz_r
         found = Incumbent(planner, now.rows, own, hz_m).play_rows(near, joint=True)
         with monkeypatch.context() as patch:
             patch.setattr(playing, "WIDTH", len(near))

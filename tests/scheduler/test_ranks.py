@@ -63,7 +63,7 @@ def mixed(seed: int, clusters: int = 4) -> Snapshot:
 def alone(snapshot: Snapshot, m: int) -> Snapshot:
     """One cluster, in a world of its own model."""
     cluster = snapshot.clusters[m]
-    model = snapshot.model_of(cluster.profile)
+    model = snapshot.find_model(cluster.profile)
     edge = replace(snapshot.edge, memory_bytes=snapshot.edge.memory_bytes // len(snapshot.clusters))
     return replace(snapshot, model=model, models={}, clusters=(cluster,), edge=edge)
 
@@ -152,7 +152,7 @@ def test_searches_see_every_clusters_own_model(schedule: str) -> None:
     members, stops = all_layouts(size.devices, size.blocks)
     for m in range(size.clusters):
         rows = rows_for(m, members, stops, np.array([batch]))
-        found, wanted = (scorers[n].estimates(rows) for n in (0, m + 1))
+        found, wanted = (scorers[n].estimate(rows) for n in (0, m + 1))
         for name in ("latency", "soft", "worth"):
             assert np.array_equal(getattr(found, name), getattr(wanted, name))
     every = stack_layouts(
