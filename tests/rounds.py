@@ -73,6 +73,12 @@ def make_splitter(model_type: str, dropout: float) -> Splitter:
     return Splitter(spec)
 
 
+@cache
+def bert() -> Splitter:
+    """One for all tests that need no dropout."""
+    return make_splitter("bert", 0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cut:
     """Where blocks go and how a batch is cut; sizes of micro-batches may be uneven."""
@@ -109,6 +115,14 @@ class Replicated(Cut):
             for s, count in zip(plan.segments, self.replicas, strict=True)
         )
         return replace(plan, segments=segments, warmup_depth=self.depths or plan.warmup_depth)
+
+
+def one_to_three_devices(micro_batches: tuple[int, ...]) -> list[Cut]:
+    return [
+        Cut(stops=(BLOCKS,), micro_batches=micro_batches),
+        Cut(stops=(2, BLOCKS), micro_batches=micro_batches, schedule="1f1b"),
+        Cut(stops=(1, 3, BLOCKS), micro_batches=micro_batches, schedule="1f1b"),
+    ]
 
 
 def tiny_batch(splitter: Splitter, size: int, seed: int) -> Batch:

@@ -11,6 +11,7 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.skeletons import skeletons_are_copied  # noqa: F401
 
@@ -49,6 +50,24 @@ def floats() -> ArrayRecord:
             "head.weight": torch.randn(2, 4, generator=generator),
         }
     )
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a checkpoint that PeftModels are made of."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
 
 
 def over_the_wire(content: RecordDict) -> RecordDict:

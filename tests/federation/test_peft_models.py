@@ -17,7 +17,7 @@ from peft import (
     set_peft_model_state_dict,
 )
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from collapipe_flwr import Cluster, CollaPipe, LocalGrid, RunError, SplitModel
 from tests.closeness import assert_near
@@ -26,23 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:Futur
 RULE = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 BATCH, LENGTH, NODES = 4, 6, (1, 2)
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("llama")
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
 
 
 def new_model(base: str) -> Any:

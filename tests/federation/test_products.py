@@ -19,7 +19,7 @@ from peft import (
 )
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from collapipe_flwr import (
     Cluster,
@@ -41,23 +41,6 @@ RANKS = {1: 1, 2: 2, 3: 5, 4: 3, 5: 4}  # none is that of the global adapters, s
 STRATEGIES = {**AVERAGING, **{name: PRIVATE[name] for name in PRIVATE if "ServerSide" in name}}
 MANY = tuple(STRATEGIES)
 ALONE = {"fraction_evaluate": 0.0}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("llama")
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
 
 
 def new_model(base: str, rank: int = RANK, **choices: Any) -> Any:

@@ -36,6 +36,7 @@ from tests.rounds import (
     ADAMW,
     SGD,
     Cut,
+    bert,
     largest_difference,
     make_splitter,
     micro_batches,
@@ -170,7 +171,7 @@ def test_whatever_the_optimizer_keeps_travels_between_daemons(cluster: Cluster, 
         warmup_steps=1,
         proximal_mu=0.3,
     )
-    splitter = make_splitter("bert", dropout=0.0)
+    splitter = bert()
     weights = splitter.initial_weights(seed=2)
     cut = Cut(stops=(1, 2, 5), micro_batches=(2, 2, 1), schedule="1f1b")
     steps = steps_of(splitter, cut, count=4)
@@ -202,7 +203,7 @@ NOISES = {
 
 @pytest.mark.parametrize("noised", NOISES)
 def test_noise_on_daemons_is_that_of_threads_bit_for_bit(cluster: Cluster, noised: str) -> None:
-    splitter = make_splitter("bert", dropout=0.0)
+    splitter = bert()
     weights = splitter.initial_weights(seed=5)
     cut = Cut(stops=(1, 2, 5), micro_batches=(1, 1, 1), schedule="1f1b")
     steps = steps_of(splitter, cut, count=3)
@@ -215,7 +216,7 @@ def test_noise_on_daemons_is_that_of_threads_bit_for_bit(cluster: Cluster, noise
 
 
 def test_a_round_that_fails_leaves_no_session(cluster: Cluster) -> None:
-    splitter = make_splitter("bert", dropout=0.0)
+    splitter = bert()
     cut = Cut(stops=(2, 5), micro_batches=(2,))
     order = order_of(cut, splitter.initial_weights(seed=1), SGD)
     nobody = HostedEdge(address="127.0.0.1:1", patience_s=0.1)
@@ -228,7 +229,7 @@ def test_a_round_that_fails_leaves_no_session(cluster: Cluster) -> None:
 
 def test_a_second_round_moves_only_what_changed_hands(cluster: Cluster) -> None:
     """And the edge's part, which an edge of several clusters does not keep."""
-    splitter = make_splitter("bert", dropout=0.0)
+    splitter = bert()
     weights = splitter.initial_weights(seed=7)
     cut, other = Cut(stops=(2, 5), micro_batches=(2,)), Cut(stops=(3, 5), micro_batches=(2,))
     steps = steps_of(splitter, cut, count=1)
@@ -251,7 +252,7 @@ def test_a_second_round_moves_only_what_changed_hands(cluster: Cluster) -> None:
 @pytest.mark.timeout(200)
 def test_a_stop_in_the_middle_of_a_round_loses_nothing_of_it(cluster: Cluster) -> None:
     """It ends a device in good order, so this is the last test of these daemons."""
-    splitter = make_splitter("bert", dropout=0.0)
+    splitter = bert()
     cut = Cut(stops=(1, 2, 5), micro_batches=(2, 2, 1))
     weights = splitter.initial_weights(seed=1)
     steps = steps_of(splitter, cut, count=4)

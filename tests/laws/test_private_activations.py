@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -36,9 +35,11 @@ from tests.rounds import (
     Batch,
     Cut,
     Replicated,
+    bert,
     largest_difference,
     make_splitter,
     micro_batches,
+    one_to_three_devices,
     order_of,
     recovery,
     steps_of,
@@ -48,17 +49,8 @@ from tests.rounds import (
 pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
 SIZES = (2, 1)
-CUTS = [
-    Cut(stops=(BLOCKS,), micro_batches=SIZES),
-    Cut(stops=(2, BLOCKS), micro_batches=SIZES, schedule="1f1b"),
-    Cut(stops=(1, 3, BLOCKS), micro_batches=SIZES, schedule="1f1b"),
-]
+CUTS = one_to_three_devices(SIZES)
 NOISE = ActivationNoise(behind=2, norm=9.4, deviation=0.05, secret="aa")  # norms are 6.9 to 11.3
-
-
-@cache
-def bert() -> Splitter:
-    return make_splitter("bert", 0.0)
 
 
 def train_reference(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,12 @@ from tests.rounds import (
     BLOCKS,
     SGD,
     Batch,
-    Cut,
     Replicated,
+    bert,
     largest_difference,
     make_splitter,
     micro_batches,
+    one_to_three_devices,
     order_of,
     steps_of,
     train_split,
@@ -54,11 +54,7 @@ pytestmark = pytest.mark.usefixtures("small_matrices_are_fused")
 
 CLIP = 0.05  # most examples of these models have larger gradients, and some groups smaller ones
 EXAMPLES = (1, 1, 1, 1)
-CUTS = [
-    Cut(stops=(BLOCKS,), micro_batches=EXAMPLES),
-    Cut(stops=(2, BLOCKS), micro_batches=EXAMPLES, schedule="1f1b"),
-    Cut(stops=(1, 3, BLOCKS), micro_batches=EXAMPLES, schedule="1f1b"),
-]
+CUTS = one_to_three_devices(EXAMPLES)
 TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda weights: torch.optim.SGD(weights, lr=1.0),
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-3),
@@ -105,11 +101,6 @@ def train_reference(
             parameter.grad = total[name] / len(step)
         optimizer.step()
     return splitter.trained_weights(model)
-
-
-@cache
-def bert() -> Splitter:
-    return make_splitter("bert", 0.0)
 
 
 @pytest.mark.parametrize(
