@@ -251,7 +251,6 @@ def simulate(
         Option(help="Standard deviation of ln(true / believed) speed and power of devices."),
     ] = None,
     json_file: Annotated[Path | None, Option("--json", help="Write results to this file.")] = None,
-    plot: Annotated[Path | None, Option(help="Folder for plots (needs matplotlib).")] = None,
 ) -> None:
     """Let scheduling policies plan rounds in a simulated world; nothing is trained."""
     options = dict(locals())  # by name, as they were given
@@ -272,7 +271,7 @@ def simulate(
     refuse_unknown(values, known)
     planning = parse_section(setting.settings, "scheduler.", values)
     setting = replace(setting, settings=planning)
-    run_simulation(setting, json_file=json_file, plot_dir=plot)
+    run_simulation(setting, json_file=json_file)
 
 
 def bench(context: typer.Context) -> None:

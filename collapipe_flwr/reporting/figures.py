@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # matplotlib is an optional extra
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours for all kinds of sight, without the yellow that white swallows, then
-# others that differ from them: there is one for every policy.
+# others that differ from them.
 COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"),
     *("#882255", "#999933", "#332288", "#7f7f7f", "#8c5a2b"),
@@ -34,14 +34,12 @@ _NEAR = 0.015  # of the height of the picture: closer points look the same
 _MARKED = 8  # times on a curve
 
 
-def new_figure(inches: tuple[float, float], title: str, caption: str = "") -> Figure:
-    """Make an empty figure with a title, and a caption below it."""
+def new_figure(inches: tuple[float, float], title: str) -> Figure:
+    """Make an empty figure with a title."""
     with name_extra("plot"):
         from matplotlib.figure import Figure
     figure = Figure(figsize=inches, layout="constrained")
     figure.suptitle(title, fontsize="large")
-    if caption:
-        figure.supxlabel(caption, fontsize="small", color="#555555")
     return figure
 
 

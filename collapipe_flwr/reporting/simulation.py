@@ -1,4 +1,4 @@
-"""Output of ``collapipe simulate``: tables, JSON, and plots if matplotlib is installed.
+"""Output of ``collapipe simulate``: tables and JSON.
 
 Every column of the tables is explained in docs/simulate.md.
 """
@@ -14,7 +14,6 @@ from typing import cast
 from rich import box
 from rich.table import Table
 
-from collapipe_flwr.core.errors import require
 from collapipe_flwr.core.links import CODECS
 from collapipe_flwr.reporting.output import (
     PlainTable,
@@ -25,11 +24,9 @@ from collapipe_flwr.reporting.output import (
     terminal,
     write_json,
 )
-from collapipe_flwr.reporting.simulation_figures import save_figures
 from collapipe_flwr.simulation import summary
-from collapipe_flwr.simulation.score import Score
 from collapipe_flwr.simulation.setting import Setting
-from collapipe_flwr.simulation.simulate import FACTORS, OURS, Simulation, simulate, sweep_penalty
+from collapipe_flwr.simulation.simulate import OURS, Simulation, simulate
 
 COLUMNS = (
     "latency\ns",
@@ -49,17 +46,12 @@ CLAIMS = {
 }
 
 
-def run_simulation(
-    setting: Setting, *, json_file: Path | None = None, plot_dir: Path | None = None
-) -> None:
-    """Simulate with a progress bar, print tables, write files.
+def run_simulation(setting: Setting, *, json_file: Path | None = None) -> None:
+    """Simulate with a progress bar, print tables, write a file.
 
-    Raises ConfigError before the work where a file cannot be written or matplotlib is missing.
+    Raises ConfigError before the work where the file cannot be written.
     """
     prepare("--json", json_file)
-    if plot_dir is not None:
-        require("matplotlib", "plot")
-        prepare("--plot", plot_dir / "latency.png")
     steps = setting.rounds * len(setting.seeds) * len(setting.policies)
     with progress(steps) as tick:
         simulation = simulate(setting, tick)
@@ -72,17 +64,6 @@ def run_simulation(
     if compared is not None:
         console.print(claims_table(cast("dict[str, summary.Json]", compared["claims"])))
     write_json(json_file, summary.simulation_json(simulation))
-    if plot_dir is not None:
-        for path in save_figures(simulation, _tradeoff(simulation), plot_dir):
-            console.print(str(path), soft_wrap=True)
-
-
-def _tradeoff(simulation: Simulation) -> Mapping[float, Score]:
-    """Sweep the penalty weight; nothing if our policy did not take part."""
-    if simulation.policy(OURS) is None:
-        return {}
-    with progress(simulation.setting.rounds * len(FACTORS)) as tick:
-        return sweep_penalty(simulation.setting, lambda _: tick("trade-off"))
 
 
 def policy_table(simulation: Simulation) -> Table:

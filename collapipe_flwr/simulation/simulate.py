@@ -1,14 +1,13 @@
-"""All policies of a setting in the worlds of all its seeds; the trade-off of DSSDA's weight V."""
+"""All policies of a setting in the worlds of all its seeds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from collapipe_flwr.core.domain import ModelProfile
 from collapipe_flwr.core.errors import ScheduleError
 from collapipe_flwr.costs.work import merge_ends
-from collapipe_flwr.scheduler.base import USUAL_WEIGHT
 from collapipe_flwr.scheduler.policies import make_scheduler
 from collapipe_flwr.simulation.episode import run_episode
 from collapipe_flwr.simulation.score import Bounds, Score, compute_bounds, make_target, score
@@ -88,23 +87,3 @@ def _policy(
         target = make_target(world, profile, settings)
         scores.append(score(world.true, trained, seed, rounds, target))
     return PolicyResult(policy=name, scores=tuple(scores))
-
-
-FACTORS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-
-
-def sweep_penalty(setting: Setting, tick: Tick = ignore_tick) -> dict[float, Score]:
-    """Score DSSDA in the world of the first seed, by penalty weight.
-
-    Weights are the setting's own one times `FACTORS`. Raises ScheduleError.
-    """
-    profile, seed = setting.model.profile(), setting.seeds[0]
-    worlds, scores = [(seed, setting.world(seed, profile))], {}
-    for factor in FACTORS:
-        weight = factor * (setting.settings.penalty_weight or USUAL_WEIGHT)
-        settings = replace(setting.settings, penalty_weight=weight)
-        ran = _policy(replace(setting, settings=settings), OURS, profile, worlds, tick)
-        if ran.refusal is not None:
-            raise ScheduleError(ran.refusal)
-        scores[weight] = ran.scores[0]
-    return scores
