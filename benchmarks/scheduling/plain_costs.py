@@ -85,8 +85,6 @@ class PlainCosts:
 
     def __init__(self, planner: PlanSolver) -> None:
         self.planner, tables = planner, planner.tables
-        if planner.settings.half_duplex:
-            raise NotImplementedError("rivals price full-duplex links")
         self.overlapped = planner.settings.schedule == "1f1b"
         snapshot, members, blocks = tables.snapshot, tables.members, tables.blocks.of(0)
         self.tables, self.clusters, self.num_blocks = tables, tables.num_clusters, tables.num_blocks

@@ -226,9 +226,6 @@ def simulate(
             help="Fixed rules take the best micro-batches, or the middle of the grid.",
         ),
     ] = None,
-    half_duplex: Annotated[
-        bool | None, Option("--half-duplex", help="Links carry one direction at a time.")
-    ] = None,
     edge_shared: Annotated[
         bool | None,
         Option("--edge-shared", help="Clusters share the edge's computing power."),

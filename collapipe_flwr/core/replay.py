@@ -94,12 +94,11 @@ class StepTimes:
 
     Without `replicas` (of every stage) a stage is a worker. A hop between stages is one link
     however many replicas they have. `weights_s[worker]` is the part of a backward pass after its
-    gradient was sent (empty: none). Half-duplex links serve both directions with one resource.
+    gradient was sent (empty: none).
     """
 
     stage_s: tuple[tuple[float, ...], tuple[float, ...]]
     hop_s: tuple[tuple[float, ...], tuple[float, ...]]
-    half_duplex: bool = False
     weights_s: tuple[float, ...] = ()
     replicas: tuple[int, ...] = ()
 
@@ -110,7 +109,7 @@ class StepTimes:
 
 
 class ResourceUse(NamedTuple):
-    """One use of one resource: "stage 2" or "stage 2.1", "hop 1 forward" or "hop 1"."""
+    """One use of one resource: "stage 2" or "stage 2.1", "hop 1 forward"."""
 
     resource: str
     micro_batch: int
@@ -172,7 +171,7 @@ def replay(times: StepTimes, depths: Sequence[int], micro_batches: int) -> Trace
 
 @dataclass(slots=True, eq=False)
 class _Resource:
-    """A worker, or one direction of a link or both, which serves one action at a time."""
+    """A worker, or one direction of a link, which serves one action at a time."""
 
     name: str
     place: int  # of a worker among all, or of a hop
@@ -201,9 +200,8 @@ class _Replay:
         self.stages = {
             stage: list(group) for stage, group in groupby(self.workers, attrgetter("stage"))
         }
-        ways = ("",) if times.half_duplex else (" forward", " backward")
         self.links = [
-            [_Resource(f"hop {hop}{way}", hop, seconds) for way in ways]
+            [_Resource(f"hop {hop} {way}", hop, seconds) for way in ("forward", "backward")]
             for hop, seconds in enumerate(zip(*times.hop_s, strict=True))
         ]
         self.events: list[tuple[float, int, _Done, _Resource, Action]] = []  # end, serial number
@@ -266,7 +264,7 @@ class _Replay:
             self._serve(source)  # which may have waited for this queue
         if target is not None:
             worker.sent[target.place].append(action)
-            link = self.links[worker.stage - action.op][-action.op]  # the only one serves both
+            link = self.links[worker.stage - action.op][action.op]
             link.queue.append(action)
             self._serve(link)
         elif action.op is Op.FORWARD:

@@ -209,7 +209,6 @@ def make_step_times(chain: Chain, times: Array, row: int) -> StepTimes:
     return StepTimes(
         stage_s=(tuple(ahead.tolist()), tuple(back.tolist())),
         hop_s=(tuple(hops[:, 0].tolist()), tuple(hops[:, 1].tolist())),
-        half_duplex=chain.options.half_duplex,
     )
 
 
@@ -251,7 +250,7 @@ def choose_depths(
     least_r = np.full(len(which), -np.inf) if least_r is None else least_r
     limits, counts = chain.held_rs[which], chain.rows.micro_batches_r[which]
     depth_rs, seconds_r = np.ones_like(limits), np.empty(len(which))
-    if len(which) < FEW_STEPS or chain.options.half_duplex:
+    if len(which) < FEW_STEPS:
         for place, row in enumerate(which.tolist()):
             step, least_s = make_step_times(chain, times, row), float(least_r[place])
             limit = _select_stages(chain, row, limits[place])

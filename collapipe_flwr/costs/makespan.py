@@ -33,7 +33,7 @@ def compute_step_makespan_s(
     """
     if options.schedule == "gpipe":
         return compute_gpipe_makespan_s(stage_s, hop_s, micro_batches, axis)
-    return _bound_overlapped_s(options, stage_s, hop_s, micro_batches, axis, held)
+    return _bound_overlapped_s(stage_s, hop_s, micro_batches, axis, held)
 
 
 def compute_gpipe_makespan_s(
@@ -93,12 +93,7 @@ def _time_turns_s(stage: Array, tail: Array, most: Array, micro_batches: Array) 
 
 
 def _bound_overlapped_s(
-    options: PricingOptions,
-    stage_s: Both,
-    hop_s: Both,
-    micro_batches: Array,
-    axis: int,
-    held: Array | None,
+    stage_s: Both, hop_s: Both, micro_batches: Array, axis: int, held: Array | None
 ) -> Array:
     """Bound a step from below when passes overlap (1F1B); the bound is nearly reached.
 
@@ -126,6 +121,4 @@ def _bound_overlapped_s(
     single = np.maximum(both[0].max(0), both[1].max(0))
     single = np.maximum(single, np.maximum(there, home).max(0))
     longest = np.maximum(longest, whole + (micro_batches - 1.0) * single)
-    if options.half_duplex:
-        longest = np.maximum(longest, (steps + (micro_batches - 1.0) * hop).max(0))
     return np.asarray(longest)

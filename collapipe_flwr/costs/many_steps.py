@@ -19,7 +19,7 @@ AT_A_TIME = 4  # depths of a row that are played together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManySteps:
-    """Steps over full-duplex links."""
+    """Steps, side by side."""
 
     ahead_kr: Array  # seconds per micro-batch
     back_kr: Array

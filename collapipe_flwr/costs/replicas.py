@@ -198,7 +198,6 @@ class ReplicatedPricing:
         times = StepTimes(
             stage_s=(ahead, back),
             hop_s=(tuple(self.hop_s[:, 0].tolist()), tuple(self.hop_s[:, 1].tolist())),
-            half_duplex=self.options.half_duplex,
             replicas=self.at.replicas,
         )
         return replay(times, self.plan.warmup_depth, self.plan.micro_batches).makespan_s
@@ -219,11 +218,9 @@ class ReplicatedPricing:
         ]
 
     def _compute_exchange_s(self, stage: int) -> float:
-        """Compute the seconds of all pieces; half-duplex links carry them one after the other."""
+        """Compute the seconds of all pieces."""
         legs = [seconds for pair in self._time_legs(stage) for seconds in pair]
-        if self.options.half_duplex or not legs:
-            return sum(legs)
-        return compute_exchange_s(legs, float(self.bytes_s[stage - 1]))
+        return compute_exchange_s(legs, float(self.bytes_s[stage - 1])) if legs else 0.0
 
     def _compute_optimiser_s(self) -> float:
         """Compute the seconds of all stages, one after the other, each by its slowest replica."""

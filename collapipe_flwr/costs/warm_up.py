@@ -126,8 +126,7 @@ def _add_slack(limit: Sequence[int], slack: int) -> Depths:
 
 def compute_one_f_one_b_s(step: StepTimes, depths: Depths, micro_batches: int) -> float:
     """Compute the makespan of `replay`, by recurrence if possible; ScheduleError on deadlock."""
-    in_order = not (step.half_duplex or step.weights_s)
-    if in_order and all(a >= b for a, b in pairwise(depths)):
+    if not step.weights_s and all(a >= b for a, b in pairwise(depths)):
         return _play_waves_s(step, depths, micro_batches)
     return replay(step, depths, micro_batches).makespan_s
 
@@ -135,7 +134,7 @@ def compute_one_f_one_b_s(step: StepTimes, depths: Depths, micro_batches: int) -
 def _play_waves_s(step: StepTimes, depths: Depths, micro_batches: int) -> float:
     """Play one step by recurrence.
 
-    Over full-duplex links stages and links serve micro-batches in order, so every end is the later
+    Stages and links serve micro-batches in order, so every end is the later
     of two ends plus a time. Backward j of a stage of depth d waits for its forward j + d - 1, and
     forward j + d for backward j: in waves over j, where depths do not rise, forwards go down the
     pipeline and backwards come up again.

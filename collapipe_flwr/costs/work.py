@@ -62,7 +62,6 @@ class PricingOptions:
     edge_shared: bool = False  # the snapshot's edge divides its speed by its clusters
     memory_margin: float = MEMORY_MARGIN  # share of every memory that plans leave free
     schedule: str = key("1f1b", one_of(*SCHEDULES))
-    half_duplex: bool = False  # links carry one direction at a time; irrelevant to GPipe
 
     @property
     def execution(self) -> PlannedExecution:

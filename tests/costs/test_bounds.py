@@ -137,7 +137,6 @@ def test_no_policys_round_is_shorter(policy: str, schedule: str, seed: int) -> N
         micro_batches=(2, 8),
         schedule=schedule,
         recompute=seed == 1,
-        half_duplex=seed == 2,
         best_batches=True,
         bound=False,
     )

@@ -102,7 +102,7 @@ def test_no_valid_snapshot_yields_an_invalid_plan(
     seed: int, clusters: int, devices: int, blocks: int, schedule: str, recompute: bool
 ) -> None:
     world, model = any_world(seed, clusters, devices, blocks)
-    options = replace(FAST, schedule=schedule, recompute=recompute, half_duplex=recompute)
+    options = replace(FAST, schedule=schedule, recompute=recompute)
     snapshot = world.snapshot(1, model)
     plan, state = first_step(snapshot, options)
     check_plan(plan, snapshot, options)

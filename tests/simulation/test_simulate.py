@@ -119,14 +119,14 @@ def test_ticks_count_rounds(small: Setting) -> None:
 
 def test_options_reach_the_schedulers(run: Callable[..., bytes], plain: bytes) -> None:
     more = "-c scheduler.schedule=1f1b -c scheduler.replicas=true --best-batches"
-    more += " --half-duplex --edge-shared --recompute"
+    more += " --edge-shared --recompute"
     seen = "--profile-error 0.2 --profile-error-kind bias --profile-delay 1"
     keys = ("-c", "scheduler.max-model-share=0.5 scheduler.penalty-weight=2")
     setting = json.loads(run(*more.split(), *seen.split(), *keys))["setting"]
     chosen = setting["settings"]
     assert chosen["schedule"] == "1f1b" and chosen["penalty_weight"] == 2
     assert chosen["max_model_share"] == 0.5 and chosen["micro_batches"] == [2, 4]
-    switches = ("replicas", "half_duplex", "edge_shared", "recompute")
+    switches = ("replicas", "edge_shared", "recompute")
     assert all(chosen[k] for k in (*switches, "best_batches"))
     assert setting["distortion"] == {"error": 0.2, "kind": "bias", "delay": 1}
     without = json.loads(plain)["setting"]
@@ -142,13 +142,10 @@ def latency(setting: Setting, policy: str, **changes: Any) -> float:
     return sum(result.scores[0].latency_s)
 
 
-def test_sharing_the_edge_and_computing_again_cost_time_and_half_duplex_costs_gpipe_none(
-    small: Setting,
-) -> None:
+def test_sharing_the_edge_and_computing_again_cost_time(small: Setting) -> None:
     base = latency(small, "uniform")
     assert latency(small, "uniform", edge_shared=True) > base
     assert latency(small, "uniform", recompute=True) > base
-    assert latency(small, "uniform", half_duplex=True) == base  # no two directions meet in GPipe
 
 
 def test_rules_may_choose_batches_once_and_gain_by_it(small: Setting) -> None:
