@@ -1,6 +1,6 @@
-"""Each model's skeleton is built once and copied from then on: many runs cut the same model.
+"""Each model is profiled once, and its skeleton built once and copied: many runs cut the same.
 
-Import `skeletons_are_copied` in the conftest of a folder whose tests are about something else.
+Import the fixtures in the conftest of a folder whose tests are about something else.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ import pytest
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
+from collapipe_flwr.core.domain import ModelProfile
+from collapipe_flwr.models.any_splitter import AnySplitter
+from collapipe_flwr.models.profile import StateBytes, adamw_bytes, profile_model
 from collapipe_flwr.models.skeleton import build_skeleton
-from collapipe_flwr.models.spec import ModelSpec
+from collapipe_flwr.models.spec import BatchShape, ModelSpec
 
 _built: dict[ModelSpec, PreTrainedModel] = {}
 _building = threading.Lock()
+_profiles: dict[tuple[str, BatchShape, int], ModelProfile] = {}
 
 
 def copied_skeleton(spec: ModelSpec) -> PreTrainedModel:
@@ -56,4 +60,24 @@ def skeletons_are_copied() -> Iterator[None]:
     """For `Splitter`, which builds one for itself and one for every part."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("collapipe_flwr.models.splitter.build_skeleton", copied_skeleton)
+        yield
+
+
+def profile_once(
+    splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateBytes = adamw_bytes
+) -> ModelProfile:
+    """As `profile_model`: costs follow from model, shape and optimizer alone."""
+    trained = {k: s for k, s in splitter.shapes.items() if k not in splitter.constant_keys}
+    key = (splitter.spec.to_json(), shape, optimizer_bytes(trained))
+    if key not in _profiles:
+        _profiles[key] = profile_model(splitter, shape, optimizer_bytes)
+    return _profiles[key]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_are_profiled_once() -> Iterator[None]:
+    """For planners and sites, many of which have the same model."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("federation.client.site", "federation.planner"):
+            patch.setattr(f"collapipe_flwr.{module}.profile_model", profile_once)
         yield

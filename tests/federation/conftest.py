@@ -13,7 +13,7 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.task_identity import TaskIdentity
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.skeletons import skeletons_are_copied  # noqa: F401
+from tests.skeletons import models_are_profiled_once, skeletons_are_copied  # noqa: F401
 
 Answer = Callable[[Message, Context], Message]
 

@@ -15,19 +15,20 @@ from filelock import FileLock
 
 from client_app.app import app as client_app
 from collapipe_flwr.config.schema import parse
-from collapipe_flwr.core.domain import ModelProfile, Plan, Snapshot
+from collapipe_flwr.core.domain import Plan, Snapshot
 from collapipe_flwr.core.json_codec import to_json
 from collapipe_flwr.core.keys import Value
 from collapipe_flwr.data import seq2seq
 from collapipe_flwr.federation.local_grid import LocalGrid
-from collapipe_flwr.models.profile import StateBytes, profile_model
-from collapipe_flwr.models.spec import BatchShape
-from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.scheduler.dssda import Dssda
 from collapipe_flwr.scheduler.protocol import SchedulerState
 from server_app.app import run
 from tests.computed_once import folder_of_run
-from tests.skeletons import skeletons_are_copied  # noqa: F401
+from tests.skeletons import (  # noqa: F401
+    models_are_profiled_once,
+    profile_once,
+    skeletons_are_copied,
+)
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -54,20 +55,9 @@ RunApp = Callable[..., Path]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _each_model_is_profiled_once() -> Iterator[None]:
-    """Costs follow from model, shape and optimizer alone, and many runs here have the same."""
-    known: dict[tuple[str, BatchShape, int], ModelProfile] = {}
-
-    def profile(splitter: Splitter, shape: BatchShape, optimizer_bytes: StateBytes) -> ModelProfile:
-        trained = {k: s for k, s in splitter.shapes.items() if k not in splitter.constant_keys}
-        key = (splitter.spec.to_json(), shape, optimizer_bytes(trained))
-        if key not in known:
-            known[key] = profile_model(splitter, shape, optimizer_bytes)
-        return known[key]
-
+def _the_server_profiles_each_model_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("server_app.app", "collapipe_flwr.federation.client.site"):
-            patch.setattr(f"{module}.profile_model", profile)
+        patch.setattr("server_app.app.profile_model", profile_once)
         yield
 
 
