@@ -218,7 +218,7 @@ class KeptStates:
             os.utime(self._folder)  # it is in use
 
     def read(self, digest: str) -> Kept | None:
-        """Read the states of an example; None where there are none, or others than were written."""
+        """Read the hidden states of an example; None if none are kept, or the file is damaged."""
         path = self._folder / digest
         try:
             content = path.read_bytes()

@@ -59,7 +59,7 @@ def list_turns(replicas: int) -> tuple[ReplicaIndex, ...]:
 def count_pieces_ahead(replica: int) -> int:
     """Count the pieces that a replica sends before it waits for the first total.
 
-    They are as many as fit on the way to the first replica and back, which itself never waits.
+    So many fill the links to the first replica and back. The first itself never waits.
     """
     return max(2 * replica - 1, 0)
 

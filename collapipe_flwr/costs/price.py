@@ -69,9 +69,10 @@ def price(plan: Plan, snapshot: Snapshot, options: PricingOptions | None = None)
 def price_clusters(
     chain: Chain, energy_rs: Array, times: Array, depths: Sequence[Depths], step_s: Array
 ) -> tuple[PricedCluster, ...]:
-    """Price every row's cluster by name; ``depths`` per stage and ``step_s`` of its pipeline.
+    """Price the cluster of every row, with joules and bytes by the names of its members.
 
-    A device that is the edge sends gradients at full power.
+    ``depths`` are those of its stages, ``step_s`` is the length of a step. A device that is the
+    edge sends gradients at full power.
     """
     tables, rows = chain.tables, chain.rows
     latency_s = chain.fixed_s + chain.steps_r * step_s

@@ -121,7 +121,11 @@ def draw_round_rows(size: int, *, seed: int, rounds_done: int, cluster_id: int, 
 
 
 def _draw_pass(epoch: int, size: int, limit: int, seed: int, cluster_id: int) -> Order:
-    """Return the order of a pass, which depends on the rows that its first round has used."""
+    """Return the order of the rows in a pass.
+
+    Where a round began in the pass before, its rows come last, so that no round has a row twice
+    before it has had all.
+    """
     passes = [epoch]  # and those before it, back to one that a round begins with
     while passes[-1] * size % limit:
         passes.append(_find_round_start(passes[-1], size, limit) // size)
@@ -133,7 +137,7 @@ def _draw_pass(epoch: int, size: int, limit: int, seed: int, cluster_id: int) ->
 
 
 def _find_round_start(epoch: int, size: int, limit: int) -> int:
-    """Return the first row of the round in which a pass begins, counted over all passes."""
+    """Return where the round began in which this pass begins, in rows since the first pass."""
     return epoch * size // limit * limit
 
 

@@ -215,7 +215,7 @@ class _Chats:
         return JSONResponse(describe_model(self._model, self._created))
 
     async def complete(self, request: Request) -> ASGIApp:
-        """Read a request, and return what answers it."""
+        """Read and admit a request; return the app that sends its answer. Raises RequestRefused."""
         asked = read_request(await _read_body(request), self._model)
         if self._places.statistics().tasks_waiting >= MOST_WAITING:
             raise RequestRefused(

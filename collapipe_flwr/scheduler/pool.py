@@ -53,7 +53,7 @@ class Pool:
 
 
 def pool_of(problem: PlanningProblem, scorer: Scorer, rows: Layouts) -> Pool:
-    """Keep the rows that fit their memories and have micro-batches of the grid."""
+    """Make a pool of those rows that fit into memory and whose micro-batches are in the grid."""
     pair = problem.find_pairs(rows)
     costs = scorer.estimate(rows)
     return Pool(rows, costs, pair).take((pair >= 0) & np.isfinite(costs.worth))

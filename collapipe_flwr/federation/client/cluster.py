@@ -241,7 +241,7 @@ class Cluster:
     def _code_reply(
         self, message: Message, context: Context, call_next: ClientAppCallable
     ) -> Message:
-        """Code the model of a reply where the server asks for it: a mod outside of all others."""
+        """Encode the model of a reply if the server asks for it; the outermost of all mods."""
         codec = _asked_codec(message)
         if codec == EXACT:
             return call_next(message, context)
@@ -339,7 +339,7 @@ class TestSet(Protocol):
 
     @property
     def wanted(self) -> PredictionConfig | None:
-        """How the model predicts; None for the loss alone."""
+        """The predictions that `scores` needs; None if it needs the loss alone."""
 
     def cut_steps(
         self, batch_size: int, micro_batch_size: int

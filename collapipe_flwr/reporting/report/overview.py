@@ -159,7 +159,7 @@ def _differences(
 
 
 def incidents(run: RunData) -> Section:
-    """Show counts by round and kind, and the newest sentences."""
+    """Show incidents: how many of each kind by round, and a table, newest first."""
     if not run.incidents:
         empty = "None: every cluster replied in every round."
         return Section(key="incidents", title="Incidents", empty=empty)
