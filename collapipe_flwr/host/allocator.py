@@ -3,8 +3,9 @@
 glibc gives every thread a heap of its own, and memory freed in one cannot serve another, while a
 host receives, computes and sends in different threads. It also returns freed tensors to the system
 at once, only to ask for the same pages again with the next micro-batch. One heap for all threads
-that keeps free memory while steps run saves that work, and its peak is the same; free memory is
-returned to the system when a session begins or ends.
+that keeps free memory while steps run saves that work, and its peak is the same. When a session
+begins or ends, free memory is returned to the system if there is much of it: the next round would
+ask for a few pages again, which costs more than they are worth.
 
 The heap asks for large pages as well: with pages of 4 KiB, matrix products wait for the processor's
 table of page addresses, most of all in virtual machines. This has an effect where the kernel gives
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch  # imported after the heap has been configured
@@ -35,6 +36,7 @@ _OWN_PAGES_BYTES = 32 * 2**20  # larger tensors do not live in the heap; glibc a
 _SLACK_BYTES = 64 * 2**20  # free memory kept at the heap's end between micro-batches, at least
 _AHEAD_BYTES = 2**30  # addresses, not memory: the heap grows into what has asked for large pages
 _MAPS = Path("/proc/self/maps")
+_STATM = Path("/proc/self/statm")
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _COUNTED = "2"  # in that file: the system counts reserved addresses as memory
 
@@ -81,6 +83,43 @@ def trim_heap(place: torch.device | None = None) -> None:
         _ask_for_large_pages()
     if place is not None and place.type != "cpu":
         sys.modules["torch"].get_device_module(place.type).empty_cache()
+
+
+class Trimmer:
+    """Trims the heap, when called, if there is much to return; see `trim_heap` for ``place``.
+
+    What is resident without being in use also counts libraries and the like, so it is compared with
+    what the last trim left of it.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._left_bytes = 0
+
+    def __call__(self) -> None:
+        unused_bytes = _count_unused_bytes()
+        is_much = unused_bytes is None or unused_bytes > self._left_bytes + _SLACK_BYTES
+        if is_much or self._place.type != "cpu":
+            trim_heap(self._place)
+            self._left_bytes = _count_unused_bytes() or 0
+
+
+class _Usage(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h: ten sizes."""
+
+    _fields_ = (("sizes", ctypes.c_size_t * 10),)
+
+
+def _count_unused_bytes() -> int | None:
+    """Return the resident bytes that the heap does not use; None where it does not tell."""
+    read: Any = _find_function("mallinfo2")  # of glibc 2.33
+    if read is None:
+        return None
+    read.restype = _Usage
+    sizes = read().sizes
+    own_pages, in_heap = sizes[4], sizes[7]  # hblkhd and uordblks
+    resident_bytes = int(_STATM.read_text().split()[1]) * mmap.PAGESIZE
+    return int(resident_bytes - own_pages - in_heap)
 
 
 def _choose_ahead_bytes() -> int:

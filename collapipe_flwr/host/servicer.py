@@ -25,7 +25,7 @@ from collapipe_flwr.core.json_log import add_log_fields
 from collapipe_flwr.core.measurements import StageMeasurement
 from collapipe_flwr.core.texts import SHORT, to_one_line
 from collapipe_flwr.core.version import explain_version
-from collapipe_flwr.host.allocator import trim_heap
+from collapipe_flwr.host.allocator import Trimmer, trim_heap
 from collapipe_flwr.host.ledger import NoRoom
 from collapipe_flwr.host.service import HostService, Reserve
 from collapipe_flwr.host.session import Lane, SessionRefused, SessionStream
@@ -96,6 +96,7 @@ class Servicer:
             service.measure_load().most_sessions, thread_name_prefix="edge-stage"
         )
         self._measuring = threading.Lock()
+        self._trim = Trimmer(service.compute)
 
     def close(self) -> None:
         """Break off the streams that run, and wait for their stages."""
@@ -146,7 +147,7 @@ class Servicer:
 
         with limit_call(call.context, _TRANSFER_S):
             self.service.receive_weights(call.key, receive)
-        trim_heap(self.service.compute)
+        self._trim()
 
     def missing(self, data: bytes, call: Call) -> tuple[str, ...]:
         return self.service.find_missing(call.key, decode_message(dict[str, str], data))
@@ -174,7 +175,7 @@ class Servicer:
 
     def close_session(self, _: bytes, call: Call) -> None:
         self.service.close(call.key)
-        trim_heap(self.service.compute)
+        self._trim()
 
     def health(self, _data: bytes, _call: Call) -> Health:
         return self.service.measure_load()

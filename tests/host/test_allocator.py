@@ -85,3 +85,32 @@ def test_the_heap_lies_in_large_pages_also_after_it_was_given_back():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 def test_no_addresses_are_taken_ahead_where_they_are_limited():
     assert looks("limited")[1] < 2**28 < looks("free")[1]
+
+
+# A process that frees little and much, with a trim after each; MiB resident before and after it.
+TRIMMED = """
+import torch
+from pathlib import Path
+from collapipe_flwr.host.allocator import Trimmer, configure_malloc
+configure_malloc()
+trim = Trimmer(torch.device("cpu"))
+trim()
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) // 256
+for pieces in (10, 100, 10):
+    held = [bytearray(b"x") * 2_000_000 for _ in range(pieces)]
+    del held
+    before = resident()
+    trim()
+    print(before - resident())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+def test_only_much_free_memory_is_given_back():
+    words = subprocess.run(
+        [sys.executable, "-c", TRIMMED], check=True, capture_output=True, text=True
+    ).stdout.split()
+    little, much, again = map(int, words)
+    assert much > 150
+    assert max(little, again) < 10
