@@ -1,8 +1,8 @@
 """Frames as bytes: a small header, then tensors, exact, in half precision, or in 8 or 4 bits.
 
-    "CPF1" | header length (uint32, little endian) | header | padding to 16 | tensor | padding ...
+    prefix | list | scalars (float64) | text | padding to 16 | tensor | padding to 16 | tensor ...
 
-The header is two lines of JSON: the fields of the frame, and the list of its tensors. The second is
+All numbers are little endian. The list is JSON: the names of the scalars, and the tensors. It is
 the same in every micro-batch, so its encoding and decoding are cached.
 
 Neither pickle nor protobuf is used. A frame is checked against its header, and the header against
@@ -27,10 +27,10 @@ from collapipe_flwr.pipeline.link import GRAD, HIDDEN, Frame, FrameKind
 from collapipe_flwr.pipeline.offload import view_bytes
 from collapipe_flwr.transport.methods import LIMITS, FrameLimits, decode_message
 
-_MAGIC = b"CPF1"
-_PREFIX = struct.Struct("<4sI")
+_MAGIC = b"CPF2"
+_PREFIX = struct.Struct("<4sIIIqq")  # also: kind, bytes of list and text, step, micro-batch
 _ALIGN = 16
-_REMEMBERED = 32  # lists of tensors, of at most ``FrameLimits.header_bytes`` each
+_REMEMBERED = 32  # lists, of at most ``FrameLimits.header_bytes`` each
 _NAMES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -229,6 +229,7 @@ class _Entry(NamedTuple):
 
 
 _Described = tuple[str, str, tuple[int, ...], str]  # name, dtype, shape, codec
+_KINDS = {int(kind): kind for kind in FrameKind}
 _compact = json.JSONEncoder(separators=(",", ":"))
 
 
@@ -243,65 +244,69 @@ def encode_frame(frame: Frame, codec: str = "fp32") -> bytes:
         raw = WIRE_CODECS[wire].pack(tensor.detach())
         described.append((name, _DTYPE_NAMES[tensor.dtype], tensor.shape, wire))
         chunks += [raw, b"\0" * (-len(raw) % _ALIGN)]
-    fields = [int(frame.kind), frame.step, frame.micro_batch, dict(frame.scalars), frame.text]
-    header = b"%b\n%b" % (_compact.encode(fields).encode(), _encode_entries(tuple(described)))
-    header += b" " * (-(_PREFIX.size + len(header)) % _ALIGN)
-    return b"".join([_PREFIX.pack(_MAGIC, len(header)), header, *chunks])
+    listed = _encode_list(tuple(frame.scalars), tuple(described))
+    numbers = struct.pack(f"<{len(frame.scalars)}d", *frame.scalars.values())
+    text = frame.text.encode()
+    sizes = frame.kind, len(listed), len(text)
+    prefix = _PREFIX.pack(_MAGIC, *sizes, frame.step, frame.micro_batch)
+    header_bytes = len(prefix) + len(listed) + len(numbers) + len(text)
+    return b"".join([prefix, listed, numbers, text, b"\0" * (-header_bytes % _ALIGN), *chunks])
 
 
 def decode_frame(data: bytes, limits: FrameLimits = LIMITS) -> Frame:
     """Decode a frame; tensors own writable memory. Raises ProtocolError on anything odd."""
-    header, start = _read_header(data, limits)
-    line, _, tensors_line = header.partition(b"\n")
-    kind, step, micro_batch, scalars, text = decode_message(
-        tuple[FrameKind, int, int, dict[str, float], str], line
-    )
-    if not (_is_count(step) and _is_count(micro_batch)):
+    if len(data) > limits.frame_bytes:
+        raise ProtocolError(f"a frame of {len(data)} bytes; {limits.frame_bytes} are allowed")
+    if len(data) < _PREFIX.size:
+        raise ProtocolError(f"a frame of {len(data)} bytes is too short")
+    magic, kind, list_bytes, text_bytes, step, micro_batch = _PREFIX.unpack_from(data)
+    list_stop = _PREFIX.size + list_bytes
+    fits = list_bytes + text_bytes <= limits.header_bytes and list_stop <= len(data)
+    if magic != _MAGIC or kind not in _KINDS or not fits:
+        raise ProtocolError("a frame without a proper header")
+    if step < 0 or micro_batch < 0:
         raise ProtocolError("a frame whose step or micro-batch is no number >= 0")
-    entries = _read_entries(tensors_line, limits)
-    if start + sum(_pad_size(entry.wire_bytes) for entry in entries) != len(data):
+    names, entries, tensor_bytes = _read_list(data[_PREFIX.size : list_stop], limits)
+    text_start = list_stop + 8 * len(names)
+    start = _pad_size(text_start + text_bytes)
+    if start + tensor_bytes != len(data):
         raise ProtocolError(f"a frame of {len(data)} bytes, which is not what its header says")
+    numbers = struct.unpack_from(f"<{len(names)}d", data, list_stop)
+    try:
+        text = data[text_start : text_start + text_bytes].decode()
+    except UnicodeDecodeError as error:
+        raise ProtocolError("a frame whose text cannot be read") from error
     return Frame(
-        kind=kind,
+        kind=_KINDS[kind],
         step=step,
         micro_batch=micro_batch,
         tensors=_read_tensors(memoryview(data), start, entries),
-        scalars=scalars,
+        scalars=dict(zip(names, numbers, strict=True)),
         text=text,
     )
 
 
 @lru_cache(_REMEMBERED)
-def _encode_entries(described: tuple[_Described, ...]) -> bytes:
-    return _compact.encode(described).encode()
+def _encode_list(names: tuple[str, ...], tensors: tuple[_Described, ...]) -> bytes:
+    return _compact.encode((names, tensors)).encode()
 
 
 @lru_cache(_REMEMBERED)
-def _read_entries(line: bytes, limits: FrameLimits) -> tuple[_Entry, ...]:
-    """Read the tensors that a header's second line lists. Raises ProtocolError if malformed."""
-    found = decode_message(tuple[_Described, ...], line)
+def _read_list(line: bytes, limits: FrameLimits) -> tuple[tuple[str, ...], tuple[_Entry, ...], int]:
+    """Read a header's list: names of scalars, tensors, and the bytes that these take.
+
+    Raises ProtocolError if it is malformed.
+    """
+    names, found = decode_message(tuple[tuple[str, ...], tuple[_Described, ...]], line)
     if len(found) > limits.tensors:
         raise ProtocolError(f"a frame with {len(found)} tensors; {limits.tensors} are allowed")
     entries = tuple(_read_entry(described, limits) for described in found)
     memory_bytes = sum(math.prod(e.shape) * e.dtype.itemsize for e in entries)
     if memory_bytes > _MOST_GROWTH * limits.frame_bytes:
         raise ProtocolError(f"a frame whose tensors take {memory_bytes} bytes is beyond the limit")
-    if len({e.name for e in entries}) < len(entries):
-        raise ProtocolError("a frame names a tensor twice")
-    return entries
-
-
-def _read_header(data: bytes, limits: FrameLimits) -> tuple[bytes, int]:
-    """Return the header's bytes, and where the tensors start."""
-    if len(data) > limits.frame_bytes:
-        raise ProtocolError(f"a frame of {len(data)} bytes; {limits.frame_bytes} are allowed")
-    if len(data) < _PREFIX.size:
-        raise ProtocolError(f"a frame of {len(data)} bytes is too short")
-    magic, size = _PREFIX.unpack_from(data)
-    stop = _PREFIX.size + size
-    if magic != _MAGIC or size > limits.header_bytes or stop > len(data) or stop % _ALIGN:
-        raise ProtocolError("a frame without a proper header")
-    return data[_PREFIX.size : stop], stop
+    if len({e.name for e in entries}) < len(entries) or len(set(names)) < len(names):
+        raise ProtocolError("a frame names a tensor or a scalar twice")
+    return names, entries, sum(_pad_size(entry.wire_bytes) for entry in entries)
 
 
 def _read_entry(described: _Described, limits: FrameLimits) -> _Entry:

@@ -272,7 +272,7 @@ KEY = ((methods.SESSION_KEY, "c1"), (methods.TOKEN_KEY, TOKEN))
 GARBAGE = [
     b"",
     b"\0" * 100,
-    b"CPF1" + b"\xff" * 60,
+    b"CPF2" + b"\xff" * 60,
     b"{}",
     encode_frame(Frame(kind=FrameKind.HELLO)),
 ]

@@ -116,8 +116,8 @@ def bad_frames() -> list[list[bytes]]:
         [piece("[4]", 8.0), end],
         [piece("[1099511627775, 1099511627775]"), end],
         [piece("[274877906944]"), end],
-        [struct.pack("<4sI", b"CPF1", 2**31) + b"[" * 4000],
-        [struct.pack("<4sI", b"CPF1", 4088) + b"[" * 4088],
+        [struct.pack("<4sIIIqq", b"CPF2", 8, 2**31, 0, 0, 0) + b"[" * 4000],
+        [struct.pack("<4sIIIqq", b"CPF2", 8, 4064, 0, 0, 0) + b"[" * 4064],
         [encode_frame(Frame(kind=FrameKind.ACTIVATION, tensors={HIDDEN: torch.zeros(4)}))],
     ]
 
