@@ -11,6 +11,7 @@ import math
 import random
 import re
 import socket
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -194,6 +195,30 @@ class TlsFiles:
     key: Path | None = None
 
 
+class FrameLog:
+    """Notes of the frames that pass one end of a stream: the first, and the last ones.
+
+    The first one (HELLO) may be the only small one. Both ends use the same ``stream_id``, which no
+    other stream of a round has.
+    """
+
+    def __init__(self, stream_id: int) -> None:
+        self._stream_id = stream_id
+        self._count = 0
+        self._first: list[Note] = []
+        self._last = deque[Note](maxlen=NOTED_FRAMES)
+
+    def add(self, at_s: float, size_bytes: int) -> None:
+        """Note a frame that passes."""
+        kept = self._last if self._count else self._first
+        kept.append((self._stream_id, self._count, round(at_s, 6), size_bytes))
+        self._count += 1
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        return (*self._first, *self._last)
+
+
 @dataclass(slots=True, kw_only=True)
 class LinkTraffic:
     """Traffic in one direction of a link since it was opened.
@@ -210,16 +235,6 @@ class LinkTraffic:
     sending_s: bounds.Seconds = 0.0
     wire_bit_per_s: bounds.Rate | None = None
     notes: Annotated[tuple[Note, ...], bounds.most_entries(MOST_NOTES)] = ()
-
-    def note(self, stream_id: int, at_s: float, size_bytes: int) -> None:
-        """Note a frame that passes this end.
-
-        Both ends use the same ``stream_id``, which no other stream of a round has. The first frame
-        (HELLO, which may be the only small one) and the last ones are kept.
-        """
-        frame = self.notes[-1][1] + 1 if self.notes else 0
-        last = self.notes[1:][1 - NOTED_FRAMES :]
-        self.notes = (*self.notes[:1], *last, (stream_id, frame, round(at_s, 6), size_bytes))
 
     @property
     def busy_s(self) -> float:

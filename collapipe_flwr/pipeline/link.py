@@ -62,6 +62,17 @@ class Frame:
     scalars: Mapping[str, float] = field(default_factory=dict)
     text: str = ""
 
+    def carry(self, tensors: Mapping[str, Tensor]) -> Frame:
+        """Return this frame with other tensors."""
+        return Frame(
+            kind=self.kind,
+            step=self.step,
+            micro_batch=self.micro_batch,
+            tensors=tensors,
+            scalars=self.scalars,
+            text=self.text,
+        )
+
     @property
     def tensor_bytes(self) -> int:
         """Bytes of all tensors as they are in memory."""
@@ -162,13 +173,9 @@ class Mailbox(Generic[Item]):
 
     def put(self, item: Item, deadline_s: float | None, *, size_bytes: int = 0) -> None:
         """Queue one item. Raises LinkError when ended, LinkTimeout when full until the deadline."""
-
-        def has_room() -> bool:
-            fits = not self._items or self._bytes + size_bytes <= self._most_bytes
-            return fits and len(self._items) < self._capacity
-
         with self._changed:
-            self._wait(has_room, deadline_s, "took nothing")
+            if not self._has_room(size_bytes):
+                self._wait(lambda: self._has_room(size_bytes), deadline_s, "took nothing")
             if self._end is not None:
                 raise _copy_error(self._end)
             self._append(item, size_bytes)
@@ -176,7 +183,8 @@ class Mailbox(Generic[Item]):
     def get(self, deadline_s: float | None) -> Item:
         """Take the oldest item. Raises LinkClosed, LinkError or, at the deadline, LinkTimeout."""
         with self._changed:
-            self._wait(lambda: bool(self._items), deadline_s, "sent nothing")
+            if not self._items:
+                self._wait(lambda: bool(self._items), deadline_s, "sent nothing")
             if not self._items:
                 assert self._end is not None
                 raise _copy_error(self._end)
@@ -209,6 +217,10 @@ class Mailbox(Generic[Item]):
                 self._items.clear()
                 self._bytes = 0
                 self._changed.notify_all()
+
+    def _has_room(self, size_bytes: int) -> bool:
+        fits = not self._items or self._bytes + size_bytes <= self._most_bytes
+        return fits and len(self._items) < self._capacity
 
     def _append(self, item: Item, size_bytes: int) -> None:
         self._items.append((item, size_bytes))

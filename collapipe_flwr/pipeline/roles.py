@@ -214,7 +214,7 @@ class FirstStage(_Leader):
     def _emit(self, frame: Frame, output: Tensor) -> None:
         """Add the tensors that blocks read besides hidden states, if the part names any."""
         found: dict[str, Tensor] = getattr(self.part, "block_context", dict)()
-        super()._emit(replace(frame, tensors={**frame.tensors, **found}), output)
+        super()._emit(frame.carry({**frame.tensors, **found}), output)
 
     def _emit_gradient(self, frame: Frame) -> None:
         self._loss += frame.scalars["loss"]

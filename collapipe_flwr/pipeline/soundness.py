@@ -10,8 +10,7 @@ sender computes wrongly or the training diverged: it replays the same steps else
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -87,26 +86,32 @@ def describe_odd(tensors: Mapping[str, Tensor]) -> str:
     return ""
 
 
-@contextmanager
-def blame(witness: str, link: Link, side: int) -> Iterator[None]:
+class blame:  # noqa: N801 - used like a function; a generator costs twice as much
     """Blame the neighbour on one side for errors in what it sends, and for not answering."""
-    try:
-        yield
-    except MemberFailed as error:
-        if error.witness:
-            raise
-        raise _accept_blame(error, witness) from error
-    except ProtocolError as error:
-        why = str(error) if link.peer in str(error) else f"{link.peer} sent {error}"
-        raise MemberFailed(
-            witness, why, Blame.MALFORMED, side, _find_accused(error, link)
-        ) from error
-    except LinkTimeout as error:
-        why, accused = str(error), _find_accused(error, link)
-        raise MemberSilent(witness, why, Blame.SILENT, side, accused) from error
-    except Unreachable as error:
-        why, accused = str(error), _find_accused(error, link)
-        raise MemberFailed(witness, why, Blame.UNREACHABLE, side, accused) from error
+
+    __slots__ = "_link", "_side", "_witness"
+
+    def __init__(self, witness: str, link: Link, side: int) -> None:
+        self._witness, self._link, self._side = witness, link, side
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        witness, link, side = self._witness, self._link, self._side
+        if isinstance(error, MemberFailed):
+            if not error.witness:
+                raise _accept_blame(error, witness) from error
+        elif isinstance(error, ProtocolError):
+            why = str(error) if link.peer in str(error) else f"{link.peer} sent {error}"
+            accused = _find_accused(error, link)
+            raise MemberFailed(witness, why, Blame.MALFORMED, side, accused) from error
+        elif isinstance(error, LinkTimeout):
+            why, accused = str(error), _find_accused(error, link)
+            raise MemberSilent(witness, why, Blame.SILENT, side, accused) from error
+        elif isinstance(error, Unreachable):
+            why, accused = str(error), _find_accused(error, link)
+            raise MemberFailed(witness, why, Blame.UNREACHABLE, side, accused) from error
 
 
 def _find_accused(error: LinkError, link: Link) -> str:

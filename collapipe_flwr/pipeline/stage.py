@@ -248,7 +248,7 @@ class Stage(ABC):
         self._check_finite("forward", frame, hidden, output)
         if step.train:
             self._stash[micro_batch] = InFlight(
-                frame=replace(frame, tensors=select_context(frame)),
+                frame=frame.carry(select_context(frame)),
                 hidden=hidden,
                 end=find_end(output),
                 shape=output.shape,
@@ -285,7 +285,7 @@ class Stage(ABC):
             gradient, deferred = self._backpropagate(flight, frame.tensors)
         self._check_finite("backward", frame, frame.tensors.get(GRAD), gradient.get(GRAD))
         self._sent = []
-        self._emit_gradient(replace(frame, tensors=gradient))
+        self._emit_gradient(frame.carry(gradient))
         if deferred is not None:
             with self.recorder.record(WEIGHTS, step.index, micro_batch):
                 deferred.add()
@@ -484,4 +484,4 @@ class Stage(ABC):
 
 
 def _replace_tensors(frame: Frame, tensors: Mapping[str, Tensor]) -> Frame:
-    return frame if tensors is frame.tensors else replace(frame, tensors=tensors)
+    return frame if tensors is frame.tensors else frame.carry(tensors)

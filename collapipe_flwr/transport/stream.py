@@ -13,12 +13,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import grpc
 
 from collapipe_flwr.core.errors import Blame, ConfigError, LinkError, MemberFailed, ProtocolError
-from collapipe_flwr.core.links import QUEUE_FRAMES, LinkTraffic
+from collapipe_flwr.core.links import QUEUE_FRAMES, FrameLog, LinkTraffic
 from collapipe_flwr.pipeline.link import Frame, FrameKind, Mailbox, make_error_frame, read_error
 from collapipe_flwr.transport.codec import decode_frame, encode_frame
 
@@ -69,8 +70,9 @@ class StreamLink:
         stream_id: int = 0,
     ) -> None:
         self.peer, self.peer_id = peer, peer_id or peer
-        self.sent, self.received = LinkTraffic(), LinkTraffic()
-        self._codec, self._stream_id = codec, stream_id
+        self._sent, self._received = LinkTraffic(), LinkTraffic()
+        self._left, self._came = FrameLog(stream_id), FrameLog(stream_id)
+        self._codec = codec
         self._translate = translate
         self._hang_up = hang_up
         bounded = partial(Mailbox, QUEUE_FRAMES, peer, most_bytes=_QUEUE_BYTES)
@@ -79,10 +81,18 @@ class StreamLink:
         self._limiter = RateLimiter(rate_bit_per_s)
         self._over = threading.Event()
 
+    @property
+    def sent(self) -> LinkTraffic:
+        return replace(self._sent, notes=self._left.notes)
+
+    @property
+    def received(self) -> LinkTraffic:
+        return replace(self._received, notes=self._came.notes)
+
     def send(self, frame: Frame, *, deadline_s: float) -> None:
         data = encode_frame(frame, self._codec)
         self._outbox.put((time.monotonic(), data), deadline_s, size_bytes=len(data))
-        self.sent.bytes += len(data)
+        self._sent.bytes += len(data)
 
     def receive(self, *, deadline_s: float) -> Frame:
         return self._inbox.get(deadline_s)
@@ -119,10 +129,10 @@ class StreamLink:
             if (delay_s := leaves_s - time.monotonic()) > 0:
                 self._over.wait(delay_s)
             left_s = time.monotonic()
-            self.sent.note(self._stream_id, left_s, len(data))
+            self._left.add(left_s, len(data))
             yield data
             taken_s = time.monotonic() - left_s
-            self.sent.sending_s += max(taken_s, self._limiter.compute_carrying_s(len(data)))
+            self._sent.sending_s += max(taken_s, self._limiter.compute_carrying_s(len(data)))
 
     def feed(self, messages: Iterable[bytes]) -> None:
         """Read the stream until it ends. Errors end the link and reach its receiver."""
@@ -140,9 +150,9 @@ class StreamLink:
             self._inbox.fail(error)
 
     def _accept(self, data: bytes) -> None:
-        self.received.note(self._stream_id, time.monotonic(), len(data))
+        self._came.add(time.monotonic(), len(data))
         frame = decode_frame(data)
-        self.received.bytes += len(data)
+        self._received.bytes += len(data)
         if frame.kind is FrameKind.ERROR:
             self.break_off(read_error(frame, self.peer))
         else:

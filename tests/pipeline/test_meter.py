@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from collapipe_flwr.core.links import MOST_NOTES, NOTED_FRAMES, LinkTraffic
+from collapipe_flwr.core.links import MOST_NOTES, NOTED_FRAMES, FrameLog, LinkTraffic
 from collapipe_flwr.core.measurements import MOST_SPANS, Span, StageMeasurement
 from tests.pipeline.chains import Chain, Head, make_batch, make_parts, settings
 
@@ -18,9 +18,10 @@ def span(step: int) -> Span:
 
 def of_stream(stream_id: int) -> StageMeasurement:
     """A stream of many small frames and steps."""
-    arrived = LinkTraffic()
+    log = FrameLog(stream_id)
     for index in range(2 * NOTED_FRAMES):
-        arrived.note(stream_id, float(index), 10)
+        log.add(float(index), 10)
+    arrived = LinkTraffic(notes=log.notes)
     spans = tuple(span(stream_id) for _ in range(MOST_SPANS // 2 + 1))
     return StageMeasurement(name="edge", steps=1, received_up=arrived, spans=spans)
 
