@@ -76,7 +76,7 @@ class Frame:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of all tensors as they are in memory."""
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+        return sum([t.nbytes for t in self.tensors.values()])
 
 
 # Scalars of an ERROR frame whose first two lines name its witness and whom that accuses.

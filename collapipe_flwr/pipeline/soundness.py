@@ -37,8 +37,8 @@ def describe_implausible(tensor: Tensor) -> str:
     """Describe numbers that cannot be right in a tensor, "" where there are none."""
     if not (tensor.is_floating_point() and tensor.numel()):
         return ""
-    low, high = (float(end) for end in tensor.detach().aminmax())
-    size = max(-low, high)
+    low, high = tensor.detach().aminmax()
+    size = max(-float(low), float(high))
     if size <= LARGEST:
         return ""
     return f"numbers up to {size:.1e}" if size < float("inf") else "values that are not finite"
