@@ -1,15 +1,16 @@
-"""The runs behind docs/results.md: start them, keep their curves, write the document's tables.
+"""The runs behind docs/results.md: start them, keep their curves, write the tables.
 
     python benchmarks/results_runs.py run DATA WORK NAME...   # such as banking77, or tatoeba-fedavg
-    python benchmarks/results_runs.py write                   # tables and pictures of the document
-    python benchmarks/results_runs.py print                   # the document as it should be
+    python benchmarks/results_runs.py write                   # tables and pictures of the documents
+    python benchmarks/results_runs.py print                   # the documents as they should be
 
 Each run is one `collapipe run` with nothing but a run-config; its command is printed first. DATA
 holds the data sets, WORK gets run directories (one that is there already is not run again), and
-``summary.json`` and ``events.jsonl`` of each are copied to docs/results. A table stands in the
-document between ``<!-- compare NAME METRIC,... -->`` and ``<!-- end -->``. Of a study with seeds
-every run is made once per seed, as ``instructions-pipeline-1``, and its table, after
-``<!-- seeds NAME METRIC,... -->``, has means and standard deviations of the last round.
+``summary.json`` and ``events.jsonl`` of each are copied to docs/results. A table stands in that
+document, or in docs/privacy.md, between ``<!-- compare NAME METRIC,... -->`` and ``<!-- end -->``.
+Of a study with seeds every run is made once per seed, as ``instructions-pipeline-1``, and its
+table, after ``<!-- seeds NAME METRIC,... -->``, has means and standard deviations of the last
+round.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from collapipe_flwr.reporting.comparison import draw, read_runs, render_markdown
 from collapipe_flwr.reporting.run_directory import read_events
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT, RESULTS = ROOT / "docs/results.md", ROOT / "docs/results"
+DOCUMENTS, RESULTS = (ROOT / "docs/results.md", ROOT / "docs/privacy.md"), ROOT / "docs/results"
 _TABLE = re.compile(r"(<!-- (compare|seeds) (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 FEDAVG = ("runtime=whole",)
@@ -110,6 +111,28 @@ STUDIES = {
     ),
     "banking77": Study(config="banking77.toml", common=_BANKING, runs=_three(2500)),
     "banking77-lora": Study(config="banking77-lora.toml", common=_BANKING, runs=_three(1250)),
+    # What DP-SGD costs, with large batches, a small clip norm and a high learning rate.
+    "private": Study(
+        config="banking77-lora.toml",
+        common=(
+            *_BANKING,
+            "privacy.labels=home",
+            "scheduler.micro-batch-sizes=16",
+            "scheduler.micro-batches=16",
+            "train.examples-per-round=1280",
+            "train.learning-rate=0.005",
+            "train.optimizer-state=keep",
+            "train.state-dir={work}/state",
+            "evaluation.every=5",
+            "round-timeout-s=3600",
+        ),
+        runs={
+            "pipeline": (),
+            "epsilon8": ("privacy.clip-norm=0.1", "privacy.noise-multiplier=1.4"),
+            "epsilon2": ("privacy.clip-norm=0.1", "privacy.noise-multiplier=3.0"),
+        },
+        seeds=(1, 2, 3),
+    ),
     "instructions": Study(
         config="instruct.toml",
         common=(
@@ -196,7 +219,7 @@ def _minilm() -> str:
 
 
 def rendered(text: str) -> str:
-    """The document with every table as the recorded runs have it."""
+    """A document with every table as the recorded runs have it."""
     return _TABLE.sub(lambda m: m[1] + "\n" + _table(*m.group(2, 3, 4)) + "\n" + m[5], text)
 
 
@@ -209,12 +232,16 @@ def _table(kind: str, name: str, metrics: str) -> str:
 def _seed_lines(name: str, metrics: list[str]) -> Iterator[str]:
     """A row per kind of run: metrics after the last round, megabytes, simulated seconds.
 
-    Seeds may lack runs; the last column compares those of the same seeds.
+    Seeds may lack runs; one column compares those of the same seeds. Epsilon is that of the
+    cluster that spent most.
     """
-    against = f"{metrics[0]} against pipeline's"
-    yield f"|  | seeds | {' | '.join(metrics)} | {against} | links MB | Flower MB | s a round |"
-    yield f"| --- |{' ---: |' * (len(metrics) + 5)}"
     folders = {path.name: path for path in RESULTS.glob(f"{name}-*-*")}
+    heads = ["seeds", *metrics, f"{metrics[0]} against pipeline's"]
+    if private := any(_summary(folder).get("epsilon") for folder in folders.values()):
+        heads.append("epsilon")
+    heads += ["links MB", "Flower MB", "s a round"]
+    yield f"|  | {' | '.join(heads)} |"
+    yield f"| --- |{' ---: |' * len(heads)}"
     first = {
         s: _last_metrics(f)
         for s in STUDIES[name].seeds
@@ -222,7 +249,7 @@ def _seed_lines(name: str, metrics: list[str]) -> Iterator[str]:
     }
     before = [_summary(folders[f"{name}-pipeline-{seed}"])["untrained"] for seed in first]
     cells = [str(len(before)), *(_spread([one[metric] for one in before]) for metric in metrics)]
-    yield f"| untrained | {' | '.join(cells)} |  |  |  |  |"
+    yield f"| untrained | {' | '.join(cells)} |{'  |' * (len(heads) - len(cells))}"
     for label in STUDIES[name].runs:
         found = {
             s: f for s in STUDIES[name].seeds if (f := folders.get(f"{name}-{label.lower()}-{s}"))
@@ -236,6 +263,10 @@ def _seed_lines(name: str, metrics: list[str]) -> Iterator[str]:
         cells = [str(len(found))]
         cells += [_spread([one[metric] for one in last.values()]) for metric in metrics]
         cells.append("" if label == "pipeline" else f"{_spread(apart)} %")
+        if private:
+            cells.append(
+                _spread([max(each["epsilon"].values()) for each in told if each["epsilon"]])
+            )
         cells.append(_mean_mb([each["d2d"] + each["d2e"] for each in sent]))
         cells.append(_mean_mb([each["flower"] for each in sent]))
         cells.append(_spread([mean(each["latency_s"]) for each in told if each["latency_s"]]))
@@ -269,13 +300,14 @@ def _sources(name: str) -> list[str]:
 
 
 def write() -> None:
-    """Tables and pictures of the document."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    DOCUMENT.write_text(rendered(text), encoding="utf-8")
-    for table in _TABLE.finditer(text):
-        _, kind, name, metrics, _ = table.groups()
-        if kind == "compare":
-            draw(read_runs(_sources(name)), RESULTS / f"{name}.png", metrics.split(","))
+    """Tables and pictures of the documents."""
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        document.write_text(rendered(text), encoding="utf-8")
+        for table in _TABLE.finditer(text):
+            _, kind, name, metrics, _ = table.groups()
+            if kind == "compare":
+                draw(read_runs(_sources(name)), RESULTS / f"{name}.png", metrics.split(","))
 
 
 def main(arguments: list[str]) -> None:
@@ -288,7 +320,7 @@ def main(arguments: list[str]) -> None:
         case ["write"]:
             write()
         case ["print"]:
-            print(rendered(DOCUMENT.read_text(encoding="utf-8")), end="")
+            print("".join(rendered(d.read_text(encoding="utf-8")) for d in DOCUMENTS), end="")
         case _:
             raise SystemExit(f"{__doc__}\nNAME is one of {', '.join(sorted(_names()))}")
 

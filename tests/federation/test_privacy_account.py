@@ -51,6 +51,25 @@ def test_epsilon_is_the_librarys_for_half_the_noise_as_examples_are_replaced() -
     assert count_epsilon([DUE, DUE], 1e-4) == accountant.get_epsilon(1e-4)
 
 
+@pytest.mark.parametrize(
+    ("examples", "batch", "noise", "steps", "delta", "epsilon"),
+    [
+        (4922, 256, 1.4, 25, 1e-5, 7.623364460686749),
+        (4922, 256, 3.0, 25, 1e-5, 1.9471972293428554),
+        (500, 10, 2.0, 16, 1e-4, 1.2387522528593888),
+        (10000, 64, 2.5, 1000, 1e-6, 1.8990009298148278),
+    ],
+)
+def test_epsilon_is_that_of_an_independent_library(
+    examples: int, batch: int, noise: float, steps: int, delta: float, epsilon: float
+) -> None:
+    """autodp 0.2.3.1: GaussianMechanism(noise / 2) where neighbours replace one example, then
+    AmplificationBySampling(PoissonSampling=False) and Composition.
+    """
+    due = Charge(examples=examples, batch=batch, noise_multiplier=noise, steps=steps)
+    assert count_epsilon([due], delta) == pytest.approx(epsilon, rel=1e-6)
+
+
 def test_every_order_counts_once_it_begins_whatever_becomes_of_it(tmp_path: Path) -> None:
     """Also an order that is sent again, after a restart, for a round that the server repeats."""
     first, again = (charge(state_of(tmp_path), NOISE, DUE, DUE) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The tables in docs/results.md are made from the files beside it."""
+"""Tables of the documents are made from the files beside them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from tests.program import printed_by
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_document_shows_the_recorded_runs() -> None:
-    script = DOCS.parent / "benchmarks/results_runs.py"
-    assert (DOCS / "results.md").read_text(encoding="utf-8") == printed_by(script, "print")
+TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("results.md", "privacy.md"))
+
+
+def test_the_documents_show_the_recorded_runs() -> None:
+    assert printed_by(DOCS.parent / "benchmarks/results_runs.py", "print") == TEXT
 
 
 def test_every_recorded_curve_is_shown_and_every_picture_is_there() -> None:
-    text = (DOCS / "results.md").read_text(encoding="utf-8")
-    shown = set(re.findall(r"<!-- compare (\S+) ", text))
-    seeded = set(re.findall(r"<!-- seeds (\S+) ", text))
+    shown = set(re.findall(r"<!-- compare (\S+) ", TEXT))
+    seeded = set(re.findall(r"<!-- seeds (\S+) ", TEXT))
     folders = {path.parent.name for path in DOCS.glob("results/*/events.jsonl")}
     recorded = {re.sub(r"-[^-]+(-\d+)?$", "", folder) for folder in folders}
     assert shown | seeded == recorded - {"english"}  # a checkpoint to start from, nothing beside it
