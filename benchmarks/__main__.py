@@ -167,7 +167,9 @@ def bench_round_anatomy(
 
 @app.command("privacy")
 def bench_privacy(
-    studies: Annotated[str, typer.Option(help="Which studies.")] = "banking77,instructions",
+    studies: Annotated[
+        str, typer.Option(help="Some of banking77, instructions and noise.")
+    ] = "banking77,instructions",
     data: Annotated[Path, typer.Option(help="Folder of data sets, see docs/privacy.md.")] = Path(
         "data"
     ),

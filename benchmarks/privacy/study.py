@@ -56,13 +56,15 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """One model on one data set. ``public`` is a table of texts that has nothing to do with it."""
+    """One model on one data set.
+
+    ``public`` is a table of texts, in its column ``en``, that has nothing to do with it.
+    """
 
     name: str
     data: DataConfig
     checkpoint: str
     public: str
-    public_column: str
     sizes: Sizes
 
     @cached_property
@@ -105,7 +107,7 @@ class Study:
     def public_batches(self) -> Iterator[Batch]:
         """Public texts as the model's inputs, in the chat template where it has one."""
         table = load_table(self.public, key="--data", split="train")
-        sentences = list(dict.fromkeys(table[self.public_column]))
+        sentences = list(dict.fromkeys(table["en"]))
         random.Random(SEED).shuffle(sentences)
         texts = cut_batches(sentences, self.sizes.sentences)[: self.sizes.public_texts]
         for some in cut_batches([" ".join(text) for text in texts], self.sizes.batch):
@@ -127,19 +129,35 @@ class Study:
         )
         return {key: found[key] for key in ("input_ids", "attention_mask")}
 
+    def scramble(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Batches with the users' tokens replaced by ones drawn from the whole vocabulary."""
+        everything = torch.arange(len(self.task.tokenizer))
+        words = everything[~torch.isin(everything, self._special)]
+        generator = torch.Generator().manual_seed(SEED)
+        found = []
+        for batch, mask in zip(batches, self.content(batches), strict=True):
+            drawn = torch.randint(len(words), mask.shape, generator=generator)
+            ids = torch.where(mask, words[drawn], batch["input_ids"])
+            found.append({**batch, "input_ids": ids})
+        return found
+
+    @cached_property
+    def _special(self) -> Tensor:
+        """Token ids (N,) that no user writes."""
+        added = self.task.tokenizer.added_tokens_decoder.items()
+        return torch.tensor([number for number, token in added if token.special])
+
     def content(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Which tokens are the users' own, (B, T) of each batch.
 
         Not so are padding, special tokens, the beginning that all share and the template's words.
         """
         tokenizer: Any = self.task.tokenizer
-        added = tokenizer.added_tokens_decoder.items()
-        special = torch.tensor([number for number, token in added if token.special])
         (newline,) = tokenizer("\n", add_special_tokens=False)["input_ids"] or [-1]
         masks, start = [], self.start(batches)
         for batch in batches:
             ids, places = batch["input_ids"], torch.arange(batch["input_ids"].shape[1])
-            named = torch.isin(ids, special)
+            named = torch.isin(ids, self._special)
             mask = batch["attention_mask"].bool() & ~named & (places >= start)
             if tokenizer.chat_template:  # such as <|im_start|>user and a new line
                 opened = torch.where(named, places, -1).cummax(1).values
@@ -176,7 +194,6 @@ def banking77(data: Path, checkpoint: str) -> Study:
         ),
         checkpoint=checkpoint,
         public=_public(data),
-        public_column="en",
         sizes=Sizes(cuts=(0, 1, 2, 3, 4, 5, 6), batch=16, steps=32, public_texts=900, sentences=2),
     )
 
@@ -205,7 +222,6 @@ def instructions(data: Path, checkpoint: str) -> Study:
         ),
         checkpoint=checkpoint,
         public=_public(data),
-        public_column="en",
         sizes=Sizes(
             cuts=(0, 1, 5, 15, 30),
             batch=8,

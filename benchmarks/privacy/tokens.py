@@ -1,7 +1,8 @@
 """Which tokens hidden states tell: by the nearest embedding, an inverter, and search.
 
 Every attacker has the public checkpoint. The inverter is fitted to hidden states that it computes
-of public text, as the codec of the link leaves them.
+of public text, and of as many tokens drawn from the whole vocabulary, as the codec of the link
+leaves them.
 """
 
 from __future__ import annotations
@@ -178,8 +179,9 @@ def attack_tokens(study: Study, splitter: Splitter, seen: Recording) -> TokenAtt
     sizes, masks = study.sizes, study.content(seen.batches)
     model: Any = splitter.build_whole(seen.before)
     table = model.get_input_embeddings().weight.detach()
-    public = list(compute_hidden(splitter, seen.before, study.public_batches(), sizes.cuts))
-    texts = [batch for batch, _ in public]
+    natural = list(study.public_batches())
+    texts = natural + study.scramble(natural)  # public text lacks many of the victims' tokens
+    public = list(compute_hidden(splitter, seen.before, texts, sizes.cuts))
     theirs = study.content(texts)
     rates: dict[int, dict[str, dict[str, float]]] = {}
     searched = 0

@@ -75,7 +75,6 @@ def classifier(folder: Path) -> Study:
         ),
         checkpoint=str(checkpoint),
         public=str(folder / "public.csv"),
-        public_column="en",
         sizes=SIZES,
     )
 
@@ -104,7 +103,6 @@ def chat(folder: Path) -> Study:
         ),
         checkpoint=str(checkpoint),
         public=str(folder / "public.csv"),
-        public_column="en",
         sizes=replace(SIZES, searched=2, candidates=len(tokenizer)),
     )
 
@@ -145,6 +143,19 @@ def test_only_the_users_own_tokens_count(chat: Study) -> None:
     shown = chat.task.tokenizer.decode(ids[0][mask[0]])
     assert "user" not in shown and "assistant" not in shown and "<|" not in shown
     assert 10 < int(mask[0].sum()) < len(ids[0])
+
+
+def test_scrambled_texts_hold_the_whole_vocabulary_where_users_wrote(chat: Study) -> None:
+    natural = list(chat.public_batches())
+    scrambled, masks = chat.scramble(natural), chat.content(natural)
+    drawn = set()
+    for before, after, mask in zip(natural, scrambled, masks, strict=True):
+        assert torch.equal(before["input_ids"][~mask], after["input_ids"][~mask])
+        assert torch.equal(before["attention_mask"], after["attention_mask"])
+        drawn |= set(after["input_ids"][mask].tolist())
+    tokenizer = chat.task.tokenizer
+    assert len(drawn) > 0.9 * len(tokenizer)
+    assert not drawn & set(tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]))
 
 
 def test_nobody_is_member_and_not(classifier: Study) -> None:
