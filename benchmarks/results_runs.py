@@ -50,7 +50,8 @@ class Study:
     common: tuple[str, ...]
     runs: Mapping[str, tuple[str, ...]]
     needs: tuple[str, ...] = ()  # other studies, run before
-    tables: Mapping[str, str] = field(default_factory=dict)  # file in WORK: table in DATA
+    # File in WORK: arguments of the script of examples that makes it, before the file's own name.
+    tables: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     seeds: tuple[int, ...] = ()
 
     def named_runs(self, name: str) -> dict[str, tuple[str, ...]]:
@@ -87,7 +88,11 @@ STUDIES = {
         ),
         runs=_three(3200),
         tables={
-            f"capitals-{part}.jsonl.gz": f"tatoeba_en_de/{part}.csv.gz"
+            f"capitals-{part}.jsonl.gz": (
+                "capitals.py",
+                f"{{data}}/tatoeba_en_de/{part}.csv.gz",
+                "de",
+            )
             for part in ("train", "test")
         },
     ),
@@ -147,6 +152,47 @@ STUDIES = {
         runs={**_three(64), "int4": ("links.codec=int4",)},
         seeds=(1, 2, 3, 4, 5),
     ),
+    # Banking77 as questions to an instruct model, whose answer is the intent in words.
+    "intents": Study(
+        config="instruct.toml",
+        common=(
+            "data.train={work}/intents-train.jsonl",
+            "data.test={work}/intents-test.jsonl",
+            "model.pretrained={work}/smollm2",
+            "data.max-source-length=192",
+            "data.max-target-length=16",
+            "data.test-examples=128",
+            "data.test-answers=64",
+            "round-timeout-s=3600",
+        ),
+        runs={
+            **_three(256),
+            # Clusters of different intents: labels are dealt out by Dirichlet(0.1).
+            "skewed": (
+                "data.partition=dirichlet",
+                "data.partition-column=category",
+                "data.alpha=0.1",
+            ),
+        },
+        tables={
+            f"intents-{part}.jsonl": (
+                "labels_as_chat.py",
+                f"{{data}}/banking77/{part}.csv",
+                "text",
+                "category",
+                "What does this customer of a bank want?",
+            )
+            for part in ("train", "test")
+        },
+        seeds=(1, 2, 3),
+    ),
+    # What 4 bits on the links cost where the head starts at random.
+    "codecs": Study(
+        config="banking77-lora.toml",
+        common=_BANKING,
+        runs={"pipeline": (), "int8": ("links.codec=int8",), "int4": ("links.codec=int4",)},
+        seeds=(1, 2, 3, 4, 5),
+    ),
     "tatoeba": Study(
         config="tatoeba.toml",
         common=(
@@ -168,16 +214,19 @@ def run(data: Path, work: Path, wanted: str) -> None:
             run(data, work, need)
         for run_name, keys in chosen.items():
             if not (work / run_name).exists():
-                _make_tables(study, data, work)
-                _start(study, keys, {"data": data, "work": work, "minilm": _minilm()}, run_name)
+                places = {"data": data, "work": work, "minilm": _minilm()}
+                _make_tables(study, places)
+                _start(study, keys, places, run_name)
             _keep(work / run_name)
 
 
-def _make_tables(study: Study, data: Path, work: Path) -> None:
-    for made, table in study.tables.items():
-        if not (work / made).exists():
-            script = [sys.executable, str(ROOT / "examples/capitals.py")]
-            subprocess.run([*script, str(data / table), "de", str(work / made)], check=True)
+def _make_tables(study: Study, places: Mapping[str, object]) -> None:
+    for name, (script, *arguments) in study.tables.items():
+        made = Path(str(places["work"])) / name
+        if not made.exists():
+            settings = [argument.format(**places) for argument in arguments]
+            command = [sys.executable, str(ROOT / "examples" / script), *settings, str(made)]
+            subprocess.run(command, check=True)
 
 
 def _start(study: Study, keys: tuple[str, ...], places: Mapping[str, object], name: str) -> None:
