@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import re
 import warnings
@@ -171,6 +172,8 @@ def draw_adapter(key: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def _peft() -> Any:
+    # peft imports bitsandbytes, which warns of a kernel that nothing here uses.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     with prefix_errors("lora.rank"), name_extra("lora"):
         import peft
     return peft
