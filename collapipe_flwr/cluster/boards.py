@@ -50,6 +50,7 @@ class Load:
     trained_bytes: int  # weights with gradients and optimizer state
     flight_bytes: int  # activations until their backward pass
     passing_bytes: int
+    message_bytes: int = 0  # of a control unit before and after training, when it holds no other
     library_bytes: int  # with what the heap keeps
     room_bytes: int
 
@@ -57,7 +58,7 @@ class Load:
     def bytes(self) -> int:
         """The predicted peak of the process."""
         parts = (self.frozen_bytes, self.trained_bytes, self.flight_bytes, self.passing_bytes)
-        return sum(parts) + self.library_bytes
+        return max(sum(parts), self.message_bytes) + self.library_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,13 +230,22 @@ class Cut:
         return None
 
     def load_ends(self, unit: str, head: str | None) -> list[Load]:
-        """Load the control unit, and the head on it or on a board of its own."""
+        """Load the control unit, and the head on it or on a board of its own.
+
+        The message from and to the server has all that trains; while it is read or written, one
+        tensor, at most a table of an end, is there as bytes and as numbers.
+        """
         model, count = self._model, self.setting.count
         first = (model.embedding, float(find_least_flight(count, 2, self._options)))
         last = (model.decoder, float(find_least_flight(count, 0, self._options)))
+        ends = (model.embedding, model.decoder)
+        trained = sum(piece.parameter_bytes for piece in (*ends, *model.blocks))
+        message = trained + max(end.parameter_bytes for end in ends)
         if head is None:
-            return [self._load(unit, "control unit and head", first, last)]
-        return [self._load(unit, "control unit", first), self._load(head, "head", last)]
+            both = self._load(unit, "control unit and head", first, last)
+            return [replace(both, message_bytes=message)]
+        control_unit = self._load(unit, "control unit", first)
+        return [replace(control_unit, message_bytes=message), self._load(head, "head", last)]
 
     def _pack(self, boards: Sequence[str], share: float) -> tuple[Load, ...]:
         """Fill boards up to a share of their memory, from the last block on, the largest last.

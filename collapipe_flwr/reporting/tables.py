@@ -38,7 +38,7 @@ _COLUMNS = (
 _LOOK_S = 1.0
 _COLOURS = {"ready": "green", "stopping": "yellow", "away": "red"}
 _GIB, _MIB = 2**30, 2**20
-_HELD = ("frozen", "trained", "in flight", "passing", "libraries", "peak", "allowed")
+_HELD = ("frozen", "trained", "in flight", "passing", "message", "libraries", "peak", "allowed")
 
 
 def show_measurements(found: Measurements, console: Console) -> None:
@@ -255,6 +255,5 @@ def loads_table(verdict: Verdict) -> Table:
 
 def _cells(load: Load) -> tuple[str, ...]:
     held = (load.frozen_bytes, load.trained_bytes, load.flight_bytes, load.passing_bytes)
-    return tuple(
-        cell(size, _MIB, 0) for size in (*held, load.library_bytes, load.bytes, load.room_bytes)
-    )
+    whole = (load.message_bytes, load.library_bytes, load.bytes, load.room_bytes)
+    return tuple(cell(size, _MIB, 0) for size in (*held, *whole))

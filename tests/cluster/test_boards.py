@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
-from collapipe_flwr.cluster.boards import BoardSetting, Cut, find_board_bytes, judge, survey
+from collapipe_flwr.cluster.boards import (
+    LIBRARY_BYTES,
+    BoardSetting,
+    Cut,
+    find_board_bytes,
+    judge,
+    survey,
+)
 from collapipe_flwr.cluster.forecast import ModelChoice
 from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.errors import ConfigError
@@ -96,6 +103,16 @@ def test_the_least_number_trains_the_model_and_one_less_does_not() -> None:
     for board, least in judge(Cut(profile, SETTING, PLANS), ["8gb", "8gb"]).least.items():
         assert least is not None and judge(Cut(profile, SETTING, PLANS), [board] * least).loads
         assert not judge(Cut(profile, SETTING, PLANS), [board] * (least - 1)).loads
+
+
+def test_a_control_unit_has_room_for_the_message_of_all_that_trains() -> None:
+    few, many = (model(cost(4.0), blocks, end_mib=4.0) for blocks in (1, 900))
+    setting = BoardSetting(frozen_dtype="", length=8, size=1, count=2)
+    small, large = (
+        Cut(each, setting, PricingOptions()).load_ends("8gb", None) for each in (few, many)
+    )
+    assert small[0].bytes < large[0].bytes
+    assert large[0].bytes >= (900 + 3) * MIB + LIBRARY_BYTES
 
 
 def test_a_block_larger_than_the_board_fits_no_number_of_them() -> None:

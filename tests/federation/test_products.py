@@ -197,6 +197,16 @@ def test_every_strategy_gives_what_it_gives_for_whole_products(name: str, base: 
     assert rounds[0].event(1.0).adapter_error == rounds[0].adapter_error
 
 
+@pytest.mark.parametrize("kind", ["use_rslora", "use_dora"])
+def test_other_adapters_are_averaged_as_products_too(
+    kind: str, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.new_model", partial(new_model, **{kind: True}))
+    if kind == "use_rslora":
+        monkeypatch.setattr(f"{__name__}.scale_of", lambda rank: ALPHA / rank**0.5)
+    test_every_strategy_gives_what_it_gives_for_whole_products("FedAvg", base)
+
+
 def test_equal_ranks_give_the_mean_of_products_which_is_not_that_of_factors(base: str) -> None:
     replies, ranks = list[dict[str, Tensor]](), dict.fromkeys(RANKS, RANK)
 
