@@ -97,7 +97,7 @@ def test_a_learned_side_input_is_named(model_type: str, task: str, reason: str, 
         [
             ("albert", "masked-lm", "its block 0 runs out of turn, or more than once"),
             ("mpnet", "masked-lm", "besides hidden states, which is learned"),
-            ("xlnet", "causal-lm", "besides hidden states, which is learned"),
+            ("xlnet", "causal-lm", "besides hidden states, which is drawn at random"),
             ("longformer", "masked-lm", "depends on values, not only on shapes"),
             ("swin", "image-classification", "changes the shape of hidden states"),
             ("roformer", "masked-lm", "(do not run apart from each other|besides hidden states)"),
