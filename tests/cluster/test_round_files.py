@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,14 +23,12 @@ def files(folder: Path, suffix: str = ".txt") -> StateFiles:
     return StateFiles.of(folder, "../a run", 0, suffix)
 
 
-def remember(
-    kept: StateFiles, server_round: int, text: str | None = None, needed: Sequence[int] = ()
-) -> None:
-    kept.remember(server_round, needed, lambda path: path.write_text(text or str(server_round)))
+def remember(kept: StateFiles, server_round: int, text: str | None = None) -> None:
+    kept.remember(server_round, lambda path: path.write_text(text or str(server_round)))
 
 
 def test_slots_come_back_bit_for_bit_in_every_dtype(tmp_path: Path) -> None:
-    files(tmp_path).remember(1, (), partial(write_slots, slots(1 / 3)))
+    files(tmp_path).remember(1, partial(write_slots, slots(1 / 3)))
     found = files(tmp_path).recall(1, read_slots)
     assert found is not None and found.keys() == slots(0).keys()
     for ours, theirs in zip(found["block.weight"], slots(1 / 3)["block.weight"], strict=True):
@@ -49,9 +46,9 @@ def test_runs_and_clusters_are_strangers_and_nothing_leaves_the_folder(tmp_path:
 def test_a_round_that_was_not_accepted_is_forgotten(tmp_path: Path) -> None:
     kept = files(tmp_path)
     remember(kept, 1)
-    remember(kept, 2, needed=[1])
+    remember(kept, 2)
     assert kept.recall(1, Path.read_text) == "1"
-    remember(kept, 3, needed=[1])
+    remember(kept, 3)
     assert kept.recall(3, Path.read_text) == "3"
     assert kept.recall(2, Path.read_text) is None
 
@@ -64,7 +61,7 @@ def test_of_two_orders_for_one_round_the_accepted_one_counts(
     kept = files(tmp_path)
     remember(kept, 1)
     for attempt in ends:
-        kept.remember(2, [1], lambda path, text=str(attempt): path.write_text(text), attempt)
+        kept.remember(2, lambda path, text=str(attempt): path.write_text(text), attempt)
     assert kept.recall(2, Path.read_text, accepted) == str(accepted)
     assert kept.recall(2, Path.read_text, 21 - accepted) is None
     assert kept.recall(1, Path.read_text) == "1"
@@ -73,8 +70,8 @@ def test_of_two_orders_for_one_round_the_accepted_one_counts(
 def test_a_round_that_ends_after_a_later_one_leaves_nothing(tmp_path: Path) -> None:
     kept = files(tmp_path)
     remember(kept, 1)
-    remember(kept, 3, needed=[1])
-    remember(kept, 2, needed=[1])
+    remember(kept, 3)
+    remember(kept, 2)
     assert kept.recall(3, Path.read_text) == "3"
     assert kept.recall(2, Path.read_text) is None
 
@@ -82,18 +79,31 @@ def test_a_round_that_ends_after_a_later_one_leaves_nothing(tmp_path: Path) -> N
 def test_of_earlier_rounds_only_those_stay_that_are_needed(tmp_path: Path) -> None:
     kept = files(tmp_path)
     for done in range(1, 8):
-        remember(kept, done, needed=[2, 4, done - 1])
+        kept.drop_outdated([done - 1, *(n for n in (2, 4) if n < done)])
+        remember(kept, done)
     held = sorted(path.read_text() for path in kept.folder.iterdir())
     assert held == ["2", "4", "6", "7"]
     assert kept.recall(4, Path.read_text) == "4"  # a run that resumes behind round 4
-    remember(kept, 5, "again", needed=[2, 4])
+    remember(kept, 5, "again")
     assert kept.recall(5, Path.read_text) == "again"
+
+
+def test_an_old_order_that_ends_late_takes_nothing_from_the_run_that_went_on(
+    tmp_path: Path,
+) -> None:
+    kept = files(tmp_path)
+    kept.drop_outdated([0])
+    remember(kept, 2)  # of a run that resumed before round 2
+    remember(kept, 4)  # an order of before, given up
+    kept.drop_outdated([2])
+    assert kept.recall(2, Path.read_text) == "2"
+    assert len(list(kept.folder.iterdir())) == 1
 
 
 def test_a_damaged_file_is_named_and_no_other_taken_for_it(tmp_path: Path, caplog) -> None:
     kept = files(tmp_path)
     for done in (1, 2):
-        remember(kept, done, needed=[1])
+        remember(kept, done)
     victim = max(kept.folder.iterdir())
     victim.write_bytes(b"x" + victim.read_bytes()[1:])
     assert kept.recall(2, Path.read_text) is None
@@ -112,7 +122,7 @@ def test_after_every_cut_what_was_kept_of_the_last_round_is_there(tmp_path: Path
     root.mkdir()
     with watched(root) as disk:
         for done in (1, 2, 3, 4):
-            remember(files(root / "state"), done, needed=(done - 1,))
+            remember(files(root / "state"), done)
             disk.done = done
     for number, (done, tree) in enumerate(disk.found):
         kept = files(rebuilt(tree, tmp_path / str(number)) / "state")
@@ -133,10 +143,10 @@ def test_what_a_killed_process_left_goes_with_the_next_round(tmp_path: Path) -> 
 
 def test_a_full_disk_is_one_sentence_and_the_round_before_stays(tmp_path: Path) -> None:
     kept = files(tmp_path, suffix=".safetensors")
-    kept.remember(1, (), partial(write_slots, slots(0.5)))
+    kept.remember(1, partial(write_slots, slots(0.5)))
     many = {"block.weight": (torch.zeros(10_000),)}
     words = f'state-dir: "{kept.folder}" cannot be written: .*File too large'
     with full_disk(), pytest.raises(ConfigError, match=words):
-        kept.remember(2, (1,), partial(write_slots, many))
+        kept.remember(2, partial(write_slots, many))
     assert len(list(kept.folder.iterdir())) == 1
     assert kept.recall(1, read_slots) is not None

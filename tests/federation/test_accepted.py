@@ -71,6 +71,7 @@ class Fates(LocalGrid):
             raise RuntimeError("no memory left")
         model = decode_tensors(message.content[ARRAYS])
         files = StateFiles.of(self._folder, "run", cluster, ".json")
+        files.drop_outdated(progress.needed)
         known = files.recall(progress.last_round, lambda path: json.loads(path.read_text())) or []
         contained = model[f"rounds.{cluster}"].nonzero().flatten().tolist()
         assert known == contained, "the cluster's state is not that of the model"
@@ -81,7 +82,7 @@ class Fates(LocalGrid):
         model[f"rows.{cluster}"] += torch.bincount(torch.tensor(rows), minlength=ROWS)
         model[f"rounds.{cluster}"][server_round] += 1
         state = json.dumps([*known, server_round])
-        files.remember(server_round, progress.needed, lambda path: path.write_text(state))
+        files.remember(server_round, lambda path: path.write_text(state))
         metrics = MetricRecord({"loss": 1.0, "num-examples": LIMIT})
         content = RecordDict({ARRAYS: encode_tensors(model), METRICS: metrics})
         name = "another" if fate == "refused" else str(cluster)

@@ -210,6 +210,7 @@ class Rounds(RuleBasedStateMachine):
         self.round, self.model = 0, encode_tensors(first_model())
         self.contained: list[int] = []
         self.last = dict.fromkeys(CLUSTERS, 0)  # the training that each cluster continues from
+        self.remembered = dict(self.last)  # the one whose state it still has
 
     @initialize()
     def start_a_server(self) -> None:
@@ -246,13 +247,14 @@ class Rounds(RuleBasedStateMachine):
             progress=asked.progress,
             run_id="run",
             index=cluster,
-            state_dir=self._folder if cluster == 1 else None,  # the other's is in Flower's records
+            state_dir=self._folder if cluster == 1 else None,  # the other has Flower's records
             attempt=asked.attempt,
         )
         sent = decode_tensors(message.content[ARRAYS])
         built_on = int(sent["own"]), state.recall(IDS) or 0
-        if built_on != (self.last[cluster],) * 2:  # an error would only be that of a node
-            self.wrong = f"cluster {cluster} builds on {built_on}, not on {self.last[cluster]}"
+        expected = self.last[cluster], self.remembered[cluster]
+        if built_on != expected:  # an error would only be that of a node
+            self.wrong = f"cluster {cluster} builds on {built_on}, not on {expected}"
         if fate == "fails":
             raise LinkError("no memory left")
         self.trained += 1
@@ -306,7 +308,9 @@ class Rounds(RuleBasedStateMachine):
             assert not set(self.seen) & set(self.contained), "a training counts twice"
             assert len(set(self.seen)) == len(self.seen)
             self.contained += self.seen
-            self.last |= {self.clusters_of[number]: number for number in self.seen}
+            accepted = {self.clusters_of[number]: number for number in self.seen}
+            self.last |= accepted
+            self.remembered |= accepted
             self.model = after
         elif self.seen and not drops:
             assert image(self.inner) == self.before, "a refused round left its traces"
@@ -342,6 +346,8 @@ class Rounds(RuleBasedStateMachine):
         vars(self.inner).update(deepcopy(inner))
         self.round, self.model = done, model
         self.contained, self.last = list(contained), dict(last)
+        self.records = {cluster: RecordDict() for cluster in CLUSTERS}  # Flower's are of one run
+        self.remembered = {1: last[1], 2: 0}
 
     @rule()
     def start_the_same_strategy_again(self) -> None:

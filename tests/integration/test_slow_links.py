@@ -64,7 +64,7 @@ def _run(path: Path, text: str, edge: str) -> tuple[list[dict[str, Any]], dict[s
     events = events_of(folder)
     newest = max(folder.glob("**/state.json"), key=lambda found: found.parent.name)
     kept = json.loads(json.loads(newest.read_text())["memories"]["planner"])
-    return events, json.loads(kept["state"])
+    return events, kept["state"]
 
 
 @pytest.mark.slow

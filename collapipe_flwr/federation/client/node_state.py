@@ -6,7 +6,7 @@ rounds after its checkpoint, so the files that the server's checkpoints need are
 
 There is one file per order in a folder per run and cluster, readable by its owner only: a cluster
 may still carry out an old order for a round that the server has repeated. A file is moved to its
-place once it is on disk, and those that it replaces are deleted after that; its name ends with the
+place once it is on disk, and one that it replaces is deleted after that; its name ends with the
 SHA-256 of its bytes, which detects damage.
 """
 
@@ -73,6 +73,7 @@ class NodeState:
     def recall(self, kept: StateCodec[T]) -> T | None:
         """Return the result of the last accepted round, if it can be read."""
         if files := self._round_files(kept):
+            files.drop_outdated(self.progress.needed)
             return files.recall(self.progress.last_round, kept.read, self.progress.attempt)
         record = self._keep_accepted(kept.name)
         return None if record is None else kept.decode(record)
@@ -81,7 +82,7 @@ class NodeState:
         """Keep the result of this round beside that of the last accepted one."""
         if files := self._round_files(kept):
             write = partial(kept.write, value)
-            files.remember(self.server_round, self.progress.needed, write, self.attempt)
+            files.remember(self.server_round, write, self.attempt)
         else:
             self.records[_key(kept.name, self.server_round, self.attempt)] = kept.encode(value)
 
@@ -194,14 +195,17 @@ class StateFiles:
                 path.unlink(missing_ok=True)
         return None if kept is None else _read(kept, load)
 
-    def remember(
-        self,
-        server_round: int,
-        needed: Collection[int],
-        save: Callable[[Path], object],
-        attempt: int = 0,
-    ) -> None:
-        """Keep the result of this order, and of earlier rounds only those still ``needed``.
+    def drop_outdated(self, needed: Collection[int]) -> None:
+        """Delete the results of rounds before the newest of those still ``needed``, but for these.
+
+        A new order does it, not the end of one, which may be an old order that was given up.
+        """
+        for path, done, _ in self._list_files():
+            if done < max(needed) and done not in needed:
+                path.unlink(missing_ok=True)
+
+    def remember(self, server_round: int, save: Callable[[Path], object], attempt: int = 0) -> None:
+        """Keep the result of this order beside those of other rounds.
 
         Nothing is kept if a later round has begun from the same files: the server has given this
         one up. Raises ConfigError when the file cannot be written.
@@ -214,8 +218,7 @@ class StateFiles:
             clean(self.folder)
             kept = self._write(_order_name(server_round, attempt), save)
             for path, done, order in self._list_files():
-                again = (done, order) == (server_round, attempt)
-                if path != kept and (again or (done < server_round and done not in needed)):
+                if path != kept and (done, order) == (server_round, attempt):
                     path.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(f'state-dir: "{self.folder}" cannot be written: {error}') from error
