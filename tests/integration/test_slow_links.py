@@ -50,6 +50,7 @@ def _run(path: Path, text: str, edge: str) -> tuple[list[dict[str, Any]], dict[s
         "world.channel": "static",
         "world.energy-share": 1000.0,  # time alone decides
         "scheduler.max-model-share": 1.0,
+        "scheduler.policy": "dssda",
         "output-dir": str(path / "runs"),
         "edge.address": edge,
         "evaluation.every": ROUNDS,
