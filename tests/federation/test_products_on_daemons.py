@@ -23,7 +23,6 @@ from tests.federation.test_products import (
     RANK,
     RULE,
     as_products,
-    base,
     begun,
     client,
     loader,
@@ -31,7 +30,7 @@ from tests.federation.test_products import (
     pytestmark,
 )
 
-__all__ = ["base", "pytestmark"]
+__all__ = ["pytestmark"]
 BOARDS, SMALL = ("board-1", "board-2"), 2
 FILE = f'id = "shed"\nlora-rank = {SMALL}\n[control-unit]\nname = "shed-cu"\n'
 DEVICE = '[[device]]\nname = "{}"\naddress = "{}"\n'
