@@ -54,7 +54,6 @@ class ModelSize:
     devices: int = 4
     examples: int = 8
     tokens: int = 128
-    micro_batches: int = 2  # of ``examples`` each, so that gradients wait while others compute
     steps: int = 2
     labels: int | None = None
 
@@ -156,7 +155,6 @@ class RoleOrder:
     devices: int = 4
     examples: int = 8
     tokens: int = 128
-    micro_batches: int = 2
     steps: int = 2
 
     def to_json(self) -> str:
@@ -310,7 +308,6 @@ def _orders(size: ModelSize, spec: ModelSpec) -> Iterator[tuple[RoleOrder, int, 
         role="whole",
         examples=size.examples,
         tokens=size.tokens,
-        micro_batches=size.micro_batches,
         steps=size.steps,
     )
     ends = profile.embedding.state_bytes, profile.decoder.state_bytes
@@ -318,20 +315,17 @@ def _orders(size: ModelSize, spec: ModelSpec) -> Iterator[tuple[RoleOrder, int, 
     message, _ = _message(spec)
     unit = replace(order, role="control-unit", devices=size.devices)
     dtype = spec.lora.frozen_dtype if spec.lora else ""
-    setting = BoardSetting(
-        frozen_dtype=dtype, length=size.tokens, size=size.examples, count=size.micro_batches
-    )
+    setting = BoardSetting(frozen_dtype=dtype, length=size.tokens, size=size.examples, count=1)
     cut = Cut(profile, setting, PricingOptions())
     control_unit, head = cut.load_ends("8gb", "8gb")
     (both,) = cut.load_ends("8gb", None)
     yield unit, max(ends[0], message), control_unit.bytes
     yield replace(unit, role="control-unit-and-edge"), max(sum(ends), message), both.bytes
     each = splitter.num_blocks // size.devices
-    flight = float(size.micro_batches)
     for first in range(0, splitter.num_blocks, each):
         stop = first + each
         device = replace(order, role="device", first_block=first, stop_block=stop)
-        yield device, sum(blocks[first:stop]), cut.load_segment("8gb", first, stop, flight).bytes
+        yield device, sum(blocks[first:stop]), cut.load_segment("8gb", first, stop, 1.0).bytes
     yield replace(order, role="edge"), ends[1], head.bytes
 
 

@@ -73,7 +73,7 @@ class Player:
         model.config.use_cache = False
         if spec.lora is not None:
             add_adapters(model, spec, on_meta=False)
-        steps = [[self._batch()] * self._order.micro_batches] * self._order.steps
+        steps = [[self._batch()]] * self._order.steps
         optimizer = Optimizer(RULE, model.named_parameters())
         train_unsplit(splitter, model, optimizer, steps)
 
@@ -118,18 +118,13 @@ class Player:
         )
         asked = TrainingOrder(
             plan=make_plan(
-                ID,
-                spread_evenly(splitter.num_blocks, order.devices),
-                size=order.examples,
-                count=order.micro_batches,
-                steps=order.steps,
+                ID, spread_evenly(splitter.num_blocks, order.devices), steps=order.steps
             ),
             weights=weights,
             learning=LearningSettings(optimizer=RULE, deadline_s=WAIT_S),
         )
         fleet = NearFleet.of(splitter, order.devices, edge)
-        steps = [[micro_batch] * order.micro_batches] * order.steps
-        result = train_round(splitter, asked, steps, fleet)
+        result = train_round(splitter, asked, [[micro_batch]] * order.steps, fleet)
         content["arrays"] = reply = take_record(result.weights)
         assert len(reply) == len(keys)
         del reply
@@ -167,26 +162,18 @@ class Player:
         serving.join(WAIT_S)
 
     def _feed(self, link: Link, *, learns: bool) -> None:
-        """Play the stages before: all micro-batches of each step, then the end."""
-        order, batch, width = self._order, self._batch(), self._splitter.config.hidden_size
+        """Play the stages before: one micro-batch per step, then the end."""
+        batch, width = self._batch(), self._splitter.config.hidden_size
         weight = float(self._splitter.weight_of(batch))
         scalars = {"weight": weight, "scale": 1.0, LEARNS: float(learns or not self._frozen())}
-        for index in range(order.steps):
-            whole = weight * order.micro_batches
-            step = Step(index=index, micro_batches=order.micro_batches, train=True, weight=whole)
+        for index in range(self._order.steps):
+            step = Step(index=index, micro_batches=1, train=True, weight=weight)
             link.send(step.make_frame(), deadline_s=WAIT_S)
-            for micro_batch in range(order.micro_batches):
-                hidden = torch.randn(order.examples, order.tokens, width)
-                frame = Frame(
-                    kind=FrameKind.ACTIVATION,
-                    step=index,
-                    micro_batch=micro_batch,
-                    tensors={**self._splitter.context(batch), HIDDEN: hidden},
-                    scalars=scalars,
-                )
-                link.send(frame, deadline_s=WAIT_S)
-            for _ in range(order.micro_batches):
-                link.receive(deadline_s=WAIT_S)
+            hidden = torch.randn(self._order.examples, self._order.tokens, width)
+            tensors = {**self._splitter.context(batch), HIDDEN: hidden}
+            frame = Frame(kind=FrameKind.ACTIVATION, step=index, tensors=tensors, scalars=scalars)
+            link.send(frame, deadline_s=WAIT_S)
+            link.receive(deadline_s=WAIT_S)
         link.send(Frame(kind=FrameKind.END, step=self._order.steps), deadline_s=WAIT_S)
 
     def _frozen(self) -> bool:
