@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flwr.app import ArrayRecord, Context, Message
@@ -32,15 +32,8 @@ DEVICE = '[[device]]\nname = "{}"\naddress = "{}"\n'
 
 def test_a_device_that_is_lost_within_a_round_costs_no_step(tmp_path: Path) -> None:
     records = []
-    with ExitStack() as stack:
-        hosts = {
-            name: stack.enter_context(
-                HostServer("127.0.0.1:0", HostService(connect=Dialer(name=name)))
-            )
-            for name in BOARDS
-        }
-        file = tmp_path / "shed.toml"
-        file.write_text(FILE + "".join(DEVICE.format(n, h.address) for n, h in hosts.items()))
+    file = tmp_path / "shed.toml"
+    with serving(BOARDS, file, FILE) as hosts:
         grid = LocalGrid({NODE: app_that_loses(hosts)}, node_configs={NODE: {"cluster": str(file)}})
         strategy = CollaPipe(
             FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1),
@@ -57,6 +50,20 @@ def test_a_device_that_is_lost_within_a_round_costs_no_step(tmp_path: Path) -> N
     train_plainly(model, NODE)
     for key, tensor in model.state_dict().items():
         assert_close(found.to_torch_state_dict()[key], tensor, key)
+
+
+@contextmanager
+def serving(boards: Iterable[str], file: Path, head: str) -> Iterator[dict[str, HostServer]]:
+    """Serve devices of these names; ``file`` becomes a cluster file of ``head`` and them."""
+    with ExitStack() as stack:
+        hosts = {
+            name: stack.enter_context(
+                HostServer("127.0.0.1:0", HostService(connect=Dialer(name=name)))
+            )
+            for name in boards
+        }
+        file.write_text(head + "".join(DEVICE.format(n, h.address) for n, h in hosts.items()))
+        yield hosts
 
 
 def app_that_loses(hosts: dict[str, HostServer]) -> ClientApp:

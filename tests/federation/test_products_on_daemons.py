@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ from flwr.serverapp.strategy import FedAvg
 from collapipe_flwr import Cluster, CollaPipe, LocalGrid, SplitModel
 from collapipe_flwr.federation.records import read_assignment
 from collapipe_flwr.host.server import HostServer
-from collapipe_flwr.host.service import HostService
-from collapipe_flwr.transport.client import Dialer
 from tests.closeness import assert_near
+from tests.federation.test_library_daemons import serving
 from tests.federation.test_products import (
     ALONE,
     BATCH,
@@ -33,7 +31,6 @@ from tests.federation.test_products import (
 __all__ = ["pytestmark"]
 BOARDS, SMALL = ("board-1", "board-2"), 2
 FILE = f'id = "shed"\nlora-rank = {SMALL}\n[control-unit]\nname = "shed-cu"\n'
-DEVICE = '[[device]]\nname = "{}"\naddress = "{}"\n'
 
 
 def test_a_device_lost_in_a_cluster_of_another_rank_changes_no_product(
@@ -41,15 +38,8 @@ def test_a_device_lost_in_a_cluster_of_another_rank_changes_no_product(
 ) -> None:
     records = list[Any]()
     undisturbed = train(base, {1: client(), 2: client()}, {1: {"lora-rank": SMALL}, 2: {}})
-    with ExitStack() as stack:
-        hosts = {
-            name: stack.enter_context(
-                HostServer("127.0.0.1:0", HostService(connect=Dialer(name=name)))
-            )
-            for name in BOARDS
-        }
-        file = tmp_path / "shed.toml"
-        file.write_text(FILE + "".join(DEVICE.format(n, h.address) for n, h in hosts.items()))
+    file = tmp_path / "shed.toml"
+    with serving(BOARDS, file, FILE) as hosts:
         apps = {1: app_that_loses(hosts), 2: client()}
         found = train(base, apps, {1: {"cluster": str(file)}, 2: {}}, on_round=records.append)
     told = records[0].telemetry["shed"]
