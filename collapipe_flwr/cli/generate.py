@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
@@ -92,7 +92,6 @@ def generate(
     Without --cluster, everything runs in this process, cut as on a cluster. With --listen, the
     model is loaded once and serves many clients; --at sends texts to such a server.
     """
-    options = dict(locals())  # by name, as they were given
     _check_addresses(listen=listen, at=at, edge=edge)
     if not (text or audio or listen):
         raise ConfigError('--text is missing: give --text "...", or --listen to serve clients')
@@ -104,9 +103,24 @@ def generate(
         raise ConfigError("--run is missing: name a run directory, or a server with --at")
     if run is not None and not at:
         find_model(run)
-    from collapipe_flwr.transport.generation import USER, ChatMessage, TextClient, TextServer
+    from collapipe_flwr.transport.generation import (
+        USER,
+        ChatMessage,
+        GenerateRequest,
+        TextClient,
+        TextServer,
+    )
 
-    blank = replace(_make_request(options), num_beams=num_beams, stop=tuple(stop or ()))
+    blank = GenerateRequest(
+        max_new_tokens=max_new_tokens,
+        num_beams=num_beams,
+        sample=sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
     requests = [
         replace(blank, messages=(ChatMessage(USER, each),)) if chat else replace(blank, text=each)
         for each in text or ()
@@ -117,9 +131,19 @@ def generate(
         with TextClient(at, tls=tls, certificate_name=certificate_name) as client:
             _print(client.write, requests, stream, slots)
         return
+    assert run is not None
     config = _read_file(cluster)
     access = _read_access(config, allow, listen, tls)
-    with _open_generator(config, options) as writer:
+    place = _open_generator(
+        run,
+        config,
+        devices=devices,
+        compute=compute,
+        edge=edge,
+        edge_blocks=edge_blocks,
+        slots=slots,
+    )
+    with place as writer:
         _print(writer.write, requests, stream, slots)
         if listen:
             server = TextServer(listen, writer.write, most=slots, tls=tls, access=access)
@@ -136,33 +160,31 @@ def _check_addresses(**addresses: str) -> None:
                 split_address(address, least=0 if option == "listen" else 1)
 
 
-def _make_request(options: dict[str, Any]) -> GenerateRequest:
-    """Make a request without a text from a command's ``options``."""
-    from collapipe_flwr.transport.generation import GenerateRequest
-
-    names = ("max_new_tokens", "sample", "temperature", "top_k", "top_p", "seed")
-    return GenerateRequest(**{name: options[name] for name in names})
-
-
 @contextmanager
 def _open_generator(
-    cluster: ClusterConfig | None, options: dict[str, Any], *, chats: bool = False
+    run: str,
+    cluster: ClusterConfig | None,
+    *,
+    devices: int,
+    compute: str,
+    edge: str,
+    edge_blocks: int,
+    slots: int,
+    chats: bool = False,
 ) -> Iterator[TextGenerator]:
-    """Load a model, which must have a chat template if it ``chats``, and build its chain.
-
-    ``options`` are those of a command, by name.
-    """
+    """Load a model, which must have a chat template if it ``chats``, and build its chain."""
     from transformers.utils.logging import disable_progress_bar
 
     from collapipe_flwr.generation.text_generator import text_generator
     from collapipe_flwr.generation.text_model import TextModel
 
     disable_progress_bar()  # type: ignore[no-untyped-call]  # it would surround the answer
-    model = TextModel.load(options["run"], edge_blocks=options["edge_blocks"])
+    model = TextModel.load(run, edge_blocks=edge_blocks)
     if chats:
         model.check_chat()
-    same = {name: options[name] for name in ("devices", "slots", "compute")}
-    with text_generator(model, cluster, edge_address=options["edge"], **same) as writer:
+    with text_generator(
+        model, cluster, devices=devices, edge_address=edge, slots=slots, compute=compute
+    ) as writer:
         yield writer
 
 
@@ -229,15 +251,22 @@ def chat(
 
     Without --cluster, everything runs in this process, cut as on a cluster. Ctrl-C stops an answer.
     """
-    options = dict(locals(), slots=1)
     _check_addresses(at=at, edge=edge)
     if (run is None) == (not at):
         raise ConfigError("name either RUN, a run directory, or a server with --at")
     if run is not None:
         find_model(run)
     from collapipe_flwr.generation.conversation import Conversation, converse
-    from collapipe_flwr.transport.generation import TextClient
+    from collapipe_flwr.transport.generation import GenerateRequest, TextClient
 
+    blank = GenerateRequest(
+        max_new_tokens=max_new_tokens,
+        sample=sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
     tls = tls_files(ca, certificate, key)
 
     @contextmanager
@@ -246,11 +275,21 @@ def chat(
             with TextClient(at, tls=tls, certificate_name=certificate_name) as client:
                 yield client.write
             return
-        with _open_generator(_read_file(cluster), options, chats=True) as writer:
+        assert run is not None
+        with _open_generator(
+            run,
+            _read_file(cluster),
+            devices=devices,
+            compute=compute,
+            edge=edge,
+            edge_blocks=edge_blocks,
+            slots=1,
+            chats=True,
+        ) as writer:
             yield writer.write
 
     with writing() as write:
-        converse(Conversation(write, _make_request(options), system))
+        converse(Conversation(write, blank, system))
 
 
 def serve(
@@ -272,7 +311,6 @@ def serve(
 
     Without --cluster, everything runs in this process, cut as on a cluster.
     """
-    options = dict(locals())
     _check_addresses(edge=edge)
     if token is not None and not (token.isascii() and token.isprintable() and token.strip()):
         raise ConfigError("--token must be printable ASCII: leave it out to have one drawn")
@@ -287,8 +325,18 @@ def serve(
     from collapipe_flwr.generation.chat_server import ChatServer
 
     tls = None if certificate is None else TlsFiles(certificate=certificate, key=key)
+    place = _open_generator(
+        run,
+        _read_file(cluster),
+        devices=devices,
+        compute=compute,
+        edge=edge,
+        edge_blocks=edge_blocks,
+        slots=slots,
+        chats=True,
+    )
     with (
-        _open_generator(_read_file(cluster), options, chats=True) as writer,
+        place as writer,
         stop_on_signals() as signalled,
         ChatServer(
             host,
