@@ -1,6 +1,6 @@
 """Write docs/results-testbed.md from what ``collapipe bench testbed --json FILE`` measured.
 
-python benchmarks/results_testbed.py docs/results/testbed.json > docs/results-testbed.md
+python benchmarks/results_testbed.py FILE [SAME-ON-ANOTHER-DAY] > docs/results-testbed.md
 """
 
 from __future__ import annotations
@@ -23,24 +23,37 @@ WIDTH = 100
 LATENCY, EFFICIENCY, MEMORY = 48.98, 15.09, 0.5
 
 
-def lines(result: Json) -> Iterator[str]:
-    """The whole document."""
-    settings, policies = result["settings"], result["policies"]
+def lines(results: Mapping[str, Json]) -> Iterator[str]:
+    """The whole document, from the files' contents by path: the second repeats the first."""
+    first, *others = results.values()
+    settings, policies = first["settings"], first["policies"]
     yield from ("# Results of the testbed", "")
     yield from _paragraph(
         "Measured, not simulated: policies take turns on real daemons, each in a network "
         "namespace behind a shaped link and as slow as its board."
     )
-    yield from ("", "```bash", *_command(settings), "```", "")
+    yield from ("", "```bash")
+    for path, result in results.items():
+        yield from _command(path, result["settings"])
+    yield f"python benchmarks/results_testbed.py {' '.join(results)} > docs/results-testbed.md"
+    yield from ("```", "")
     yield from _setting(settings)
+    yield from ("", "## Policies", "")
     yield from _table(policies, settings)
+    yield from _legend(policies, settings)
+    yield from _busy(policies)
+    yield from ("", "## The claims", "")
     yield from _claims(policies)
     yield from _possible(settings)
+    yield from ("", "## Predicted beside measured", "")
     yield from _predictions(policies)
+    for again in others:
+        yield from ("", "## Again, on another day", "")
+        yield from _again(again, settings)
     yield from _boards(settings)
 
 
-def _command(settings: Json) -> Iterator[str]:
+def _command(path: str, settings: Json) -> Iterator[str]:
     options = {
         "policies": ",".join(settings["policies"]),
         "rounds": settings["rounds"],
@@ -51,8 +64,26 @@ def _command(settings: Json) -> Iterator[str]:
     }
     words = [f"--{name} {value}" for name, value in options.items()]
     yield f"{COMMAND} {' '.join(words[:3])} \\"
-    yield f"    {' '.join(words[3:])} --json docs/results/testbed.json"
-    yield "python benchmarks/results_testbed.py docs/results/testbed.json > docs/results-testbed.md"
+    yield f"    {' '.join(words[3:])} --json {path}"
+
+
+def _again(result: Json, before: Json) -> Iterator[str]:
+    """The tables of a second recording; ``before`` are the settings of the first."""
+    settings, policies = result["settings"], result["policies"]
+    yield from _paragraph(
+        f"Everything anew, with seeds {', '.join(map(str, settings['seeds']))}. The host computed "
+        f"{settings['host']['flop_per_s'] / 1e9:.0f} GFLOP/s on one thread, so each board ran "
+        f"{settings['slow_down']:.2f} times slower than its preset, against "
+        f"{before['slow_down']:.2f} on the first day."
+    )
+    yield ""
+    yield from _table(policies, settings)
+    yield from _busy(policies)
+    yield ""
+    yield from _claims(policies)
+    yield from _possible(settings)
+    yield ""
+    yield from _prediction_table(policies)
 
 
 def _setting(settings: Json) -> Iterator[str]:
@@ -79,7 +110,6 @@ def _setting(settings: Json) -> Iterator[str]:
 
 def _table(policies: Mapping[str, Json], settings: Json) -> Iterator[str]:
     accuracy = f"{100 * settings['target']:.0f} %"
-    yield from ("", "## Policies", "")
     target = f"s to {accuracy} {settings['metric']}"
     yield f"| policy | round s | {target} | RSS MB | over idle MB | joule / budget | used |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
@@ -93,6 +123,9 @@ def _table(policies: Mapping[str, Json], settings: Json) -> Iterator[str]:
             f"{policy['capacity_used']:.3f}",
         )
         yield f"| {name}{'' if _keeps(policy) else ' *'} | {' | '.join(cells)} |"
+
+
+def _legend(policies: Mapping[str, Json], settings: Json) -> Iterator[str]:
     yield ""
     yield from _paragraph(
         "Median (quartiles); rounds are by the server's clock, without evaluation. RSS is that of "
@@ -101,12 +134,15 @@ def _table(policies: Mapping[str, Json], settings: Json) -> Iterator[str]:
     )
     if not all(map(_keeps, policies.values())):
         yield from ("", "\\* breaks an energy budget: does not count as a winner.")
-    if "dssda" in policies and not _keeps(policies["dssda"]) and settings["rounds"] < REPAID:
+    if not _keeps(policies["dssda"]) and settings["rounds"] < REPAID:
         yield ""
         yield from _paragraph(
             "DSSDA may spend one budget in advance, which is paid back by the end of round "
             f"{REPAID}: after {settings['rounds']} rounds a device may be above its budget."
         )
+
+
+def _busy(policies: Mapping[str, Json]) -> Iterator[str]:
     busy = max(p["host_busy_share"] for p in policies.values())
     yield from ("", f"The host's processors were busy for {100 * busy:.0f} % of the time at most.")
     if busy > SATURATED:
@@ -118,16 +154,8 @@ def _table(policies: Mapping[str, Json], settings: Json) -> Iterator[str]:
 
 def _claims(policies: Mapping[str, Json]) -> Iterator[str]:
     """What the paper claims of DSSDA, read off the table."""
-    ours = policies.get("dssda")
-    if ours is None:
-        return
-    yield from (
-        "",
-        "## The claims",
-        "",
-        "| DSSDA against | needed | seen | |",
-        "|---|---:|---:|---|",
-    )
+    ours = policies["dssda"]
+    yield from ("| DSSDA against | needed | seen | |", "|---|---:|---:|---|")
     for name in (n for n in RIVALS if n in policies):
         seen = 100 * (1 - ours["round_s"]["mean"] / policies[name]["round_s"]["mean"])
         mark = "" if _keeps(policies[name]) else " (breaks a budget)"
@@ -152,8 +180,6 @@ def _claims(policies: Mapping[str, Json]) -> Iterator[str]:
 
 def _possible(settings: Json) -> Iterator[str]:
     """What a pipeline could gain over one device if nothing but computing took time."""
-    if "blocks" not in settings:
-        return
     blocks, share = settings["blocks"], settings["budget_share"]
     flop = settings["useful_flop"] / len(settings["clusters"]) / blocks
     speeds = [
@@ -201,12 +227,19 @@ def _kept(seen: float, needed: float) -> str:
 
 
 def _predictions(policies: Mapping[str, Json]) -> Iterator[str]:
-    yield from ("", "## Predicted beside measured", "")
     yield from _paragraph(
         "Medians of abs(ln(predicted / measured)) after three rounds: of whole rounds by the "
         "server's clock, and of clusters by their control units' clocks."
     )
-    yield from ("", "| policy | predicted s | measured s | rounds | clusters |")
+    yield ""
+    yield from _prediction_table(policies)
+    yield from ("", "Where they miss:", "")
+    for reason in REASONS:
+        yield from textwrap.wrap(f"- {reason}", WIDTH, subsequent_indent="  ")
+
+
+def _prediction_table(policies: Mapping[str, Json]) -> Iterator[str]:
+    yield "| policy | predicted s | measured s | rounds | clusters |"
     yield "|---|---:|---:|---:|---:|"
     for name, policy in policies.items():
         seconds = (_median(policy, key) for key in ("predicted_s", "round_s"))
@@ -216,9 +249,6 @@ def _predictions(policies: Mapping[str, Json]) -> Iterator[str]:
             *("-" if e is None else f"{e:.3f}" for e in errors),
         )
         yield f"| {name} | {' | '.join(cells)} |"
-    yield from ("", "Where they miss:", "")
-    for reason in REASONS:
-        yield from textwrap.wrap(f"- {reason}", WIDTH, subsequent_indent="  ")
 
 
 REASONS = (
@@ -285,9 +315,10 @@ def _seconds(value: float | None) -> str:
 
 def main() -> None:
     """Print the document."""
-    if len(sys.argv) != 2:
-        raise SystemExit("usage: python benchmarks/results_testbed.py FILE")
-    print("\n".join(lines(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))))
+    if len(sys.argv) not in (2, 3):
+        raise SystemExit("usage: python benchmarks/results_testbed.py FILE [SAME-ON-ANOTHER-DAY]")
+    results = {path: json.loads(Path(path).read_text(encoding="utf-8")) for path in sys.argv[1:]}
+    print("\n".join(lines(results)))
 
 
 if __name__ == "__main__":
