@@ -1,6 +1,7 @@
 """Write docs/results-testbed.md from what ``collapipe bench testbed --json FILE`` measured.
 
-python benchmarks/results_testbed.py FILE [SAME-ON-ANOTHER-DAY] > docs/results-testbed.md
+python benchmarks/results_testbed.py FILE SAME-ON-ANOTHER-DAY [WITH-OPTIONS] \
+    > docs/results-testbed.md
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ REPAID = 10  # rounds, see `scheduler.protocol.REPAID`
 SATURATED = 0.9  # of the host's processors
 WIDTH = 100
 LATENCY, EFFICIENCY, MEMORY = 48.98, 15.09, 0.5
+NEAR = 0.05  # of predictions, in ln
 
 
 def lines(results: Mapping[str, Json]) -> Iterator[str]:
-    """The whole document, from the files' contents by path: the second repeats the first."""
-    first, *others = results.values()
+    """The whole document, from the files' contents by path, in the order of `main`."""
+    first, again, *optional = results.values()
     settings, policies = first["settings"], first["policies"]
     yield from ("# Results of the testbed", "")
     yield from _paragraph(
@@ -47,15 +49,18 @@ def lines(results: Mapping[str, Json]) -> Iterator[str]:
     yield from _possible(settings)
     yield from ("", "## Predicted beside measured", "")
     yield from _predictions(policies)
-    for again in others:
-        yield from ("", "## Again, on another day", "")
-        yield from _again(again, settings)
+    for result in optional:
+        yield from ("", "## Predicted beside measured, with options", "")
+        yield from _options(result)
+    yield from ("", "## Again, on another day", "")
+    yield from _again(again, settings)
     yield from _boards(settings)
 
 
 def _command(path: str, settings: Json) -> Iterator[str]:
+    policies = ",".join(settings["policies"])
     options = {
-        "policies": ",".join(settings["policies"]),
+        "policies": f'"{policies}"' if " " in policies else policies,
         "rounds": settings["rounds"],
         "repetitions": settings["repetitions"],
         "seed": settings["seed"],
@@ -251,6 +256,22 @@ def _prediction_table(policies: Mapping[str, Json]) -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} |"
 
 
+def _options(result: Json) -> Iterator[str]:
+    settings, policies = result["settings"], result["policies"]
+    yield from _paragraph(
+        f"{settings['examples']} examples per cluster and round, seeds "
+        f"{', '.join(map(str, settings['seeds']))}, each board {settings['slow_down']:.2f} times "
+        "slower than its preset; adapters on a model of the same shape with drawn weights."
+    )
+    yield ""
+    yield from _prediction_table(policies)
+    yield ""
+    keys = ("prediction_error", "prediction_error_clusters")
+    off = [name for name, policy in policies.items() if max(policy[k] for k in keys) > NEAR]
+    missed = f"{', '.join(f'`{name}`' for name in off)} missed" if off else "all kept"
+    yield from _paragraph(f"Within {NEAR}, of rounds and of clusters: {missed}.")
+
+
 REASONS = (
     "Opening a session, taking weights and giving them back cost a device about a tenth of a "
     "second of a whole processor per round: seconds on the slowest boards. Rounds teach it: the "
@@ -315,8 +336,8 @@ def _seconds(value: float | None) -> str:
 
 def main() -> None:
     """Print the document."""
-    if len(sys.argv) not in (2, 3):
-        raise SystemExit("usage: python benchmarks/results_testbed.py FILE [SAME-ON-ANOTHER-DAY]")
+    if len(sys.argv) not in (3, 4):
+        raise SystemExit("usage: results_testbed.py FILE SAME-ON-ANOTHER-DAY [WITH-OPTIONS]")
     results = {path: json.loads(Path(path).read_text(encoding="utf-8")) for path in sys.argv[1:]}
     print("\n".join(lines(results)))
 

@@ -30,7 +30,8 @@ class Machine:
         self, name: str, place: Sequence[str], command: Sequence[str], log: Path, secret: str
     ) -> None:
         self.name, self._log, self.share = name, log, log.with_suffix(".share")
-        ours = {KEY: secret, SHARE_FILE: str(self.share)}
+        # What is kept of frozen blocks must not come from a run before.
+        ours = {KEY: secret, SHARE_FILE: str(self.share), "XDG_CACHE_HOME": str(log.parent)}
         with log.open("wb") as words:
             self._process = subprocess.Popen(
                 [*place, sys.executable, "-m", *command],

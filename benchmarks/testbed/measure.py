@@ -62,8 +62,8 @@ def measure(
         measured = replace(training, energy_share=training.energy_share * solo.alone_over_model)
         tick("checked")
         runs = [
-            _run(bed, measured, policy, seed, folder / f"{policy}-{seed}", tick)
-            for policy, seed in turns(training)
+            _run(bed, measured, policy, seed, folder / f"run-{turn}", tick)
+            for turn, (policy, seed) in enumerate(turns(training))
         ]
         shaping = {"links": bed.links, "brake": brake}
     settings = settings_json(clusters, measured, slow, figures)

@@ -13,9 +13,11 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.testbed.bed import Values
-from collapipe_flwr.config.schema import AppConfig, flatten
+from collapipe_flwr.config.parsing import override, read_overrides
+from collapipe_flwr.config.schema import AppConfig, flatten, parse
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.data.seq2seq import spell
 from collapipe_flwr.scheduler.policies import POLICIES
@@ -27,17 +29,24 @@ NUMBERS = 7  # in a text, about fifty tokens
 TRAIN_ROWS, TEST_ROWS = 4000, 128
 BATCH = 64  # examples of a step, by every policy: all take the same steps
 GRID = "1,2,4,8,16,32,64"  # how many of them in a micro-batch, and how many micro-batches
-MODEL = (
-    f"hidden_size={WIDTH} num_hidden_layers={BLOCKS} num_attention_heads=4 "
-    f"intermediate_size={2 * WIDTH} "
-    "max_position_embeddings=128 hidden_dropout_prob=0.0 attention_probs_dropout_prob=0.0"
-)
+VOCABULARY = 384  # at most, of the tokenizer that is trained
+BASE = "base"
+MODEL: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 4,
+    "intermediate_size": 2 * WIDTH,
+    "max_position_embeddings": 128,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """What is trained, and by whom the rounds are planned; the same terms for all ``policies``.
 
+    A policy is a name, which options may follow: ``dssda links.codec=int8``.
     Repetition r has seed ``seed`` + r for data, first weights, order of the examples and world.
     """
 
@@ -58,8 +67,9 @@ class Training:
     def run_config(self, policy: str, seed: int, path: Path) -> Values:
         """All keys, for a run directory at ``path`` beside the data.
 
-        Policies differ in ``scheduler.policy`` alone.
+        Policies differ in ``scheduler.policy`` and their options alone.
         """
+        name, *options = policy.split(maxsplit=1)
         data = data_folder(path.parent, seed)
         ours: Values = {
             "num-server-rounds": self.rounds,
@@ -70,12 +80,13 @@ class Training:
             "data.task": "classification",
             "data.train": str(data / "train.jsonl"),
             "data.test": str(data / "test.jsonl"),
+            "data.vocab-size": VOCABULARY,
             "model.type": "bert",
-            "model.overrides": MODEL,
+            "model.overrides": " ".join(f"{key}={value}" for key, value in MODEL.items()),
             "train.learning-rate": self.learning_rate,
             "train.decay": "none",
             "train.examples-per-round": self.examples,
-            "scheduler.policy": policy,
+            "scheduler.policy": name,
             "scheduler.micro-batch-sizes": GRID,
             "scheduler.micro-batches": GRID,
             "world.channel": "static",  # cables
@@ -83,17 +94,22 @@ class Training:
             "edge.timeout-s": 120.0,
             "edge.heartbeat-s": 10.0,
         }
-        return {**flatten(AppConfig()), **ours}
+        declared = {**flatten(AppConfig()), **ours}
+        values = override(declared, read_overrides(options, declared))
+        adapted = {"model.pretrained": str(data / BASE)} if values["lora.rank"] else {}
+        return {**values, **adapted}
 
 
 def read_policies(text: str) -> tuple[str, ...]:
-    """Names with ``,`` between them; raises ConfigError for an unknown one."""
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
+    """Policies with ``,`` between them; raises ConfigError for unknown ones and wrong options."""
+    policies = tuple(policy.strip() for policy in text.split(","))
+    for policy in policies:
+        name = policy.partition(" ")[0]
         if name not in POLICIES:
             known = ", ".join(POLICIES)
             raise ConfigError(f"--policies: unknown policy {name!r}, choose some of {known}")
-    return names
+        parse(Training().run_config(policy, 0, Path("FOLDER/RUN")))
+    return policies
 
 
 def turns(training: Training) -> Iterator[tuple[str, int]]:
@@ -110,9 +126,21 @@ def data_folder(folder: Path, seed: int) -> Path:
 
 
 def write_data(seeds: Sequence[int], folder: Path) -> None:
-    """The task of every seed: lists of numbers in words, which all begin with the same digit."""
+    """The task of every seed: lists of numbers in words, which all begin with the same digit.
+
+    Beside it is a drawn model for adapters, which need a checkpoint.
+    """
+    import torch
+    from transformers import BertConfig, BertModel
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     for seed in seeds:
         data_folder(folder, seed).mkdir(parents=True)
+        torch.manual_seed(seed)
+        BertModel(BertConfig(vocab_size=VOCABULARY, **MODEL)).save_pretrained(
+            data_folder(folder, seed) / BASE
+        )
         rng = random.Random(seed)
         by_digit = [
             rng.sample(range(first, first + 1000), 1000) for first in range(0, 10_000, 1000)

@@ -121,15 +121,20 @@ def test_every_policy_runs_once_with_every_seed_and_none_is_always_first() -> No
     assert {found[0][0], found[3][0], found[6][0]} == set(training.policies)
 
 
-def test_policies_differ_in_nothing_but_their_name(tmp_path: Path) -> None:
+def test_policies_differ_in_nothing_but_their_name_and_options(tmp_path: Path) -> None:
     training = Training()
-    ours, theirs = (training.run_config(p, 3, tmp_path / "run") for p in ("dssda", "uniform"))
+    names = ("dssda", "uniform", "dssda links.codec=int8 cache.max-gb=1")
+    ours, theirs, more = (training.run_config(p, 3, tmp_path / "run") for p in names)
     assert {k for k in ours if ours[k] != theirs[k]} == {"scheduler.policy"}
+    found = {k: more[k] for k in ours if ours[k] != more[k]}
+    assert found == {"links.codec": "int8", "cache.max-gb": 1}
 
 
-def test_an_unknown_policy_is_refused() -> None:
+def test_an_unknown_policy_and_a_wrong_option_are_refused() -> None:
     with pytest.raises(ConfigError, match="--policies: unknown policy 'best', choose some of"):
         read_policies("dssda,best")
+    with pytest.raises(ConfigError, match="must be one of fp32, fp16"):
+        read_policies("dssda,dssda links.codec=int9")
 
 
 def test_a_run_that_never_arrives_counts_as_later_than_all_others() -> None:
