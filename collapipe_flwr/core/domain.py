@@ -39,6 +39,12 @@ class BlockCost:
     output_bytes: float  # activations at the cut behind this piece, before a link codes them
     passing_bytes: float = 0.0  # temporary tensors of a pass, such as gradients
     returns: bool = True  # whether a gradient comes back over that cut: not where nothing trains
+    frozen_bytes: int = 0  # of the parameters: no optimizer's, and devices keep them over rounds
+
+    @property
+    def trained_bytes(self) -> int:
+        """The bytes of the parameters that training changes."""
+        return self.parameter_bytes - self.frozen_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,8 +82,8 @@ class ClusterBound:
         parts = [end.of(m) for end in tables.ends]
         flops = [part.forward_flop + part.backward_flop for part in parts]
         self._control_s, self._edge_s = (float(f / c) for f, c in zip(flops, speed, strict=True))
-        updates_s = sum(part.parameter_bytes / c for part, c in zip(parts, speed, strict=True))
-        updates_s += self._blocks.parameter_bytes_l[-1] / self.speed_n.max()
+        updates_s = sum(part.trained_bytes / c for part, c in zip(parts, speed, strict=True))
+        updates_s += self._blocks.trained_bytes_l[-1] / self.speed_n.max()
         size_p, count_p = batches[:, 0].astype(float), batches[:, 1].astype(float)
         steps_p = count_local_steps(np.asarray(tables.examples_m[m]), size_p * count_p)
         self._examples_p, self._singles_p = steps_p * size_p * count_p, steps_p * size_p
@@ -288,7 +288,7 @@ def _time_air(tables: Tables, m: int, here: Ints) -> Air:
 
 def _time_weights_s(tables: Tables, m: int, ends: tuple[Ints, Ints], power_w: Array) -> Array:
     """Compute the seconds that the blocks' weights take over each of these links."""
-    whole = tables.blocks.parameter_bytes_l[tables.model_m[m], -1]
+    whole = tables.blocks.trained_bytes_l[tables.model_m[m], -1]
     bits = 8.0 * whole / tables.share_mij[m, 0, np.maximum(*ends)]
     snr = power_w * tables.gain_mij[m][ends] / tables.snapshot.radio.noise_w_per_hz
     return compute_send_time_s(bits, tables.d2d_hz_mij[m, 0, np.maximum(*ends)], snr)

@@ -91,7 +91,7 @@ class ReplicatedPricing:
         coded = set_planned_codecs(tables, rows, [plan] * len(rows))
         self.chain = make_chain(coded, rows, options)
         self.steps = float(self.chain.steps_r[0])
-        self.bytes_s = sum_segments(tables, tables.blocks.parameter_bytes_l, rows)[0]
+        self.bytes_s = sum_segments(tables, tables.blocks.trained_bytes_l, rows)[0]
         self.width = find_hop_bandwidth_hz(self.chain, np.full(len(rows), plan.bandwidth_hz))[
             :, :, None
         ]
@@ -225,7 +225,7 @@ class ReplicatedPricing:
     def _compute_optimiser_s(self) -> float:
         """Compute the seconds of all stages, one after the other, each by its slowest replica."""
         speed = self.tables.members.speed_mi[self.m]
-        first, last = (float(end.parameter_bytes[self.m]) for end in self.tables.ends)
+        first, last = (float(end.trained_bytes[self.m]) for end in self.tables.ends)
         ends = first / speed[0] + last / float(
             compute_edge_speeds(self.tables, self.options)[self.m]
         )
@@ -271,7 +271,7 @@ class ReplicatedPricing:
             return float(self.chain.computing_j[0, 0])  # both parts
         members, member = self.tables.members, self.at.find_member(stage, replica)
         busy_s = self.at.count_own(stage, replica) * sum(self._time_passes(stage, replica))
-        embedding = float(self.tables.embeddings.parameter_bytes[self.m])
+        embedding = float(self.tables.embeddings.trained_bytes[self.m])
         held = float(self.bytes_s[stage - 1]) if stage else embedding
         flop = busy_s * members.speed_mi[self.m, member] + OPTIMISER_FLOP_PER_BYTE * held
         return float(self.steps * members.energy_per_flop_mi[self.m, member] * flop)

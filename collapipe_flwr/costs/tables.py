@@ -42,6 +42,7 @@ class BlockTable:
     forward_flop_l: Array
     backward_flop_l: Array
     parameter_bytes_l: Array
+    trained_bytes_l: Array
     state_bytes_l: Array
     stash_bytes_l: Array
     cut_bytes_l: Array  # uncoded, over the cut behind block l-1; entry 0 leaves the embedding
@@ -60,6 +61,7 @@ class EndTable:
     forward_flop: Array
     backward_flop: Array
     parameter_bytes: Array
+    trained_bytes: Array
     state_bytes: Array
     stash_bytes: Array
     passing_bytes: Array
@@ -269,6 +271,7 @@ def tabulate_blocks(model: ModelProfile) -> BlockTable:
         forward_flop_l=prefix("forward_flop"),
         backward_flop_l=prefix("backward_flop"),
         parameter_bytes_l=prefix("parameter_bytes"),
+        trained_bytes_l=prefix("trained_bytes"),
         state_bytes_l=prefix("state_bytes"),
         stash_bytes_l=prefix("stash_bytes"),
         cut_bytes_l=np.array(cuts, dtype=np.float64),

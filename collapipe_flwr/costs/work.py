@@ -99,8 +99,8 @@ def price_computing(
     if options.recompute:
         backward[:, 1:-1] += forward[:, 1:-1]
         back[:, 1:-1] += ahead[:, 1:-1]
-    parameters = stages(blocks.parameter_bytes_l, [end.parameter_bytes for end in ends])
-    optimiser = OPTIMISER_FLOP_PER_BYTE * parameters
+    trained = stages(blocks.trained_bytes_l, [end.trained_bytes for end in ends])
+    optimiser = OPTIMISER_FLOP_PER_BYTE * trained
     edge = compute_edge_speeds(tables, options)[rows.cluster_r][:, None]
     members = gather_members(tables.members.speed_mi, rows, padding=1.0)
     speed = np.concatenate([members, edge], axis=1)
@@ -175,11 +175,14 @@ def compute_server_s(tables: Tables, clusters: Ints | int) -> Array:
 
 
 def compute_hand_out_s(tables: Tables, rows: Layouts) -> tuple[Array, Array]:
-    """Return the seconds of each slot's weights to its device, and back, (R, S) each."""
+    """Return the seconds of each slot's weights to its device, and back, (R, S) each.
+
+    Frozen ones travel once, before the first round with a layout, which is not priced.
+    """
     cluster = rows.cluster_r
     member = np.maximum(rows.member_rs, 0)
     share = tables.share_mij[cluster[:, None], 0, member]
-    bits = 8.0 * sum_segments(tables, tables.blocks.parameter_bytes_l, rows) / share
+    bits = 8.0 * sum_segments(tables, tables.blocks.trained_bytes_l, rows) / share
     width = tables.d2d_hz_mij[cluster[:, None], 0, member]
     noise = tables.snapshot.radio.noise_w_per_hz
     gain_out = tables.gain_mij[cluster[:, None], 0, member]

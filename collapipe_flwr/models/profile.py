@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -91,7 +91,12 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
     embedding = splitter.build_front(weights)
     hidden_BTD, context = splitter.embed(embedding, weights, batch)
     edge = splitter.build_edge(weights)
-    measure = partial(_measure_cost, optimizer_bytes=optimizer_bytes, examples=examples)
+    measure = partial(
+        _measure_cost,
+        optimizer_bytes=optimizer_bytes,
+        constant=splitter.constant_keys,
+        examples=examples,
+    )
     known: dict[object, BlockCost] = {}
     blocks = []
     for index in range(splitter.num_blocks):
@@ -140,11 +145,15 @@ def _measure_cost(
     run: Callable[[], Tensor],
     *,
     optimizer_bytes: StateBytes,
+    constant: Collection[str],
     examples: int,
     sends: bool = True,
 ) -> BlockCost:
-    """Measure the costs of the part by ``run``; its output is sent on if it ``sends``."""
-    parameters = list(part.parameters())
+    """Measure the costs of the part by ``run``; its output is sent on if it ``sends``.
+
+    Of its parameters training never changes those that are ``constant``.
+    """
+    parameters, weights = list(part.parameters()), part.state_dict()
     trained = {k: (p.shape, p.dtype) for k, p in part.named_parameters() if p.requires_grad}
     with unset_fake_temporarily():
         kept = optimizer_bytes(trained)
@@ -155,7 +164,8 @@ def _measure_cost(
     return BlockCost(
         forward_flop=passes.forward_flop / examples,
         backward_flop=backward / examples,
-        parameter_bytes=sum(tensor.nbytes for tensor in part.state_dict().values()),
+        parameter_bytes=sum(tensor.nbytes for tensor in weights.values()),
+        frozen_bytes=sum(tensor.nbytes for key, tensor in weights.items() if key in constant),
         state_bytes=part.held_bytes()
         + _count_bytes(trained)
         + kept,  # gradients are as trained ones

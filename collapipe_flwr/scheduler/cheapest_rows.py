@@ -79,7 +79,7 @@ class _Searches:
 
         self.flop_l = last((1.0 + again) * blocks.forward_flop_l + blocks.backward_flop_l)
         self.starts_l = (1.0 + AHEAD * again) * last(blocks.count_l)  # of operations
-        self.weights_l = last(blocks.parameter_bytes_l)
+        self.weights_l = last(blocks.trained_bytes_l)
         kept_l, once = count_kept_bytes(blocks, scorer.options)
         self.once = once[model_c]
         self.state_l, self.kept_l = last(blocks.state_bytes_l), last(kept_l)

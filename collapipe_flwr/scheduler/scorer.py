@@ -68,7 +68,7 @@ class Scorer:
         busier = find_busier_ends(tables)[home]
         for both in (self.forward_2m, self.backward_2m, self.overhead_2m):
             both[busier, home] = both.sum(0)[home]
-        update = first.parameter_bytes / own + last.parameter_bytes / edge_m
+        update = first.trained_bytes / own + last.trained_bytes / edge_m
         self.update_s_m = OPTIMISER_FLOP_PER_BYTE * update
 
     def score(self, rows: Layouts, now: Layouts) -> Array:
@@ -175,7 +175,7 @@ class Scorer:
         flop = batch.count * overhead
         for part, here in ((first, True), (last, home)):
             passes = batch.examples * (part.forward_flop + part.backward_flop)
-            flop = flop + here * (passes + OPTIMISER_FLOP_PER_BYTE * part.parameter_bytes)
+            flop = flop + here * (passes + OPTIMISER_FLOP_PER_BYTE * part.trained_bytes)
         return np.asarray(flop * self.members.flop_worth.take(own))
 
     def _hops(
@@ -259,7 +259,7 @@ class SpanTable:
         if options.recompute:
             self.backward_lk = self.backward_lk + self.forward_lk
             self.back_lk = self.back_lk + self.ahead_lk
-        self.weights_lk = sum_spans(blocks.parameter_bytes_l)
+        self.weights_lk = sum_spans(blocks.trained_bytes_l)
         self.state_lk, self.kept_lk = sum_spans(blocks.state_bytes_l), sum_spans(kept_l)
 
 

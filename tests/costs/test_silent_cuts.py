@@ -1,4 +1,4 @@
-"""Cuts ahead of all that trains send no gradient back, and are priced so."""
+"""What does not train sends no gradient back and stays on its device, and is priced so."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from collapipe_flwr.costs.chain import (
     solve_powers,
 )
 from collapipe_flwr.costs.layouts import Layouts
+from collapipe_flwr.costs.measured import compute_server_s
+from collapipe_flwr.costs.price import price
+from collapipe_flwr.costs.replicas import PricedCluster
 from collapipe_flwr.costs.tables import tabulate
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.models.describing import keep_frozen
@@ -26,7 +29,7 @@ from collapipe_flwr.models.spec import BatchShape
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.simulation.setting import ModelShape
 from tests.rounds import BLOCKS, make_splitter
-from tests.worlds import first_round
+from tests.worlds import equal_ends, first_round, planned
 
 FROZEN = 2
 
@@ -71,6 +74,23 @@ def test_gradients_that_nobody_needs_take_no_time_and_no_energy(schedule: str, c
     assert (taken == due).all() and (taken < choose_depths(heard, times, rows)[1]).all()
 
 
+def test_frozen_weights_travel_between_server_and_control_unit_alone() -> None:
+    model = equal_ends(4)
+    snapshot = first_round([["raspberry-pi-5", "phone", "raspberry-pi-4"]], model, 96)
+    plan, profile = planned(snapshot), snapshot.clusters[0].profile
+
+    def priced(**sizes: int) -> tuple[PricedCluster, float]:
+        changed = replace(model, blocks=tuple(replace(b, **sizes) for b in model.blocks))
+        (found,) = price(plan, replace(snapshot, model=changed)).clusters
+        return found, compute_server_s(profile, changed)
+
+    size = model.blocks[0].parameter_bytes
+    (frozen, way_s), (absent, less_s) = priced(frozen_bytes=size), priced(parameter_bytes=0)
+    assert frozen.energy_j == absent.energy_j and frozen.step_s == absent.step_s
+    assert frozen.latency_s - absent.latency_s == pytest.approx(way_s - less_s)
+    assert frozen.latency_s < priced()[0].latency_s
+
+
 def test_a_profile_knows_where_gradients_come_back() -> None:
     shape = BatchShape(source_length=8)
     splitter = make_splitter("bert", dropout=0.0)
@@ -78,6 +98,8 @@ def test_a_profile_knows_where_gradients_come_back() -> None:
     frozen = replace(splitter.spec, frozen=splitter.front_keys(FROZEN))
     model = profile_model(Splitter(frozen), shape)
     assert [b.returns for b in model.blocks] == [n >= FROZEN for n in range(BLOCKS)]
+    assert [b.trained_bytes > 0 for b in model.blocks] == [n >= FROZEN for n in range(BLOCKS)]
+    assert model.embedding.trained_bytes == 0 < model.embedding.parameter_bytes
     assert not model.embedding.returns
     kept = profile_model(Splitter(keep_frozen(frozen)), shape)
     assert not kept.embedding.returns and all(b.returns for b in kept.blocks)
