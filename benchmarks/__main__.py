@@ -153,12 +153,28 @@ def bench_round(
 
 @app.command("round-anatomy")
 def bench_round_anatomy(
-    models: Annotated[str, typer.Option(help="Which models.")] = "demo,board",
+    models: Annotated[str, typer.Option(help="Which models, without --slowed.")] = "demo,board",
     rounds: Annotated[int, typer.Option(help="Counted rounds per case.", min=1)] = 10,
+    slowed: Annotated[
+        bool, typer.Option(help="Wall-clock seconds on the boards and links of bench testbed.")
+    ] = False,
+    devices: Annotated[
+        str, typer.Option(help="Kinds of boards, with --slowed, as of bench testbed.")
+    ] = "",
+    examples: Annotated[
+        int, typer.Option(help="Of a cluster in a round, with --slowed.", min=16)
+    ] = 256,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write results.")] = None,
 ) -> None:
-    """Split the CPU seconds of devices in a round: products, Python, frames, opening and others."""
+    """Split the seconds of devices in a round: products, Python, frames, bubbles and others."""
     os.environ["OMP_NUM_THREADS"] = "1"
+
+    if slowed:
+        from benchmarks.rounds.slowed import run_slowed
+        from benchmarks.testbed.boards import DEVICES, read_clusters
+
+        run_slowed(read_clusters(devices or DEVICES), rounds, examples, json_file)
+        return
 
     from benchmarks.rounds.anatomy import run_anatomy
 

@@ -91,7 +91,7 @@ def measure(
     splitter, batches = _MODELS[name](max(MICRO_BATCHES) // STEP)
     stops = (OWN_BLOCKS, splitter.num_blocks)
     kernels_s = [
-        _kernels(splitter, first, stop, batches[0][0])
+        count_kernels(splitter, first, stop, batches[0][0])
         for first, stop in zip((0, *stops), stops, strict=False)
     ]
     with TemporaryDirectory() as folder, ExitStack() as stack:
@@ -189,7 +189,7 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _kernels(
+def count_kernels(
     splitter: Splitter, first: int, stop: int, batch: MicroBatch, *, turns: int = 40
 ) -> tuple[float, float]:
     """CPU seconds of the kernels of these blocks for one micro-batch: products, and all others."""

@@ -95,7 +95,8 @@ class Meter:
     def write(self, path: Path) -> None:
         """Add a line to the file."""
         with self._lock, path.open("a") as file:
-            told = {"cpu_s": time.process_time(), "parts": dict(self.cpu_s)}
+            told = {"at_s": time.perf_counter(), "cpu_s": time.process_time()}
+            told["parts"] = dict(self.cpu_s)
             file.write(json.dumps(told) + "\n")
 
     def _add(self, part: str, cpu_s: float) -> None:

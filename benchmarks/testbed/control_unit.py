@@ -15,6 +15,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from benchmarks.testbed.brake import pay_for_passes
+from benchmarks.testbed.trace import trace_control_unit
 from benchmarks.testbed.wire import PORT, Values, secret
 from client_app.app import app
 from collapipe_flwr.cluster.check import CheckSettings, check_cluster
@@ -74,6 +75,7 @@ def main() -> None:
     """Serve one peer after the other."""
     end_with_parent()
     pay_for_passes()
+    trace_control_unit(ControlUnit)
     configure_malloc()
     unit = ControlUnit()
     with Listener((sys.argv[1], PORT), authkey=secret()) as listener:

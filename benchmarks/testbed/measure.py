@@ -48,21 +48,12 @@ def measure(
 ) -> Json:
     """The JSON of the bench; ``folder`` is for run directories, logs and data."""
     processors = os.cpu_count() or 1
-    slow = slowness(clusters, _host_flop_per_s(), processors, factor)
+    slow = slowness(clusters, host_flop_per_s(), processors, factor)
     write_data(training.seeds, folder)
     with running(clusters, slow, folder) as bed:
-        tick("machines")
-        warm = replace(training, policies=(WARM,), rounds=1)
-        _run(bed, warm, WARM, training.seed, folder / "warm", lambda _: None)
-        tick("warm")
-        brake = bed.slow_down()
-        figures = bed.check(WIDTH)
-        alone = replace(training, rounds=1, policies=(ALONE,))
-        solo = _run(bed, alone, ALONE, training.seed, folder / "alone", lambda _: None)
-        measured = replace(training, energy_share=training.energy_share * solo.alone_over_model)
-        tick("checked")
+        brake, figures, measured = prepare(bed, training, folder, tick)
         runs = [
-            _run(bed, measured, policy, seed, folder / f"run-{turn}", tick)
+            run_once(bed, measured, policy, seed, folder / f"run-{turn}", tick)
             for turn, (policy, seed) in enumerate(turns(training))
         ]
         shaping = {"links": bed.links, "brake": brake}
@@ -85,6 +76,23 @@ def measure(
         },
         "runs": [run_json(run) for run in runs],
     }
+
+
+def prepare(
+    bed: Bed, training: Training, folder: Path, tick: Tick
+) -> tuple[str, Mapping[str, Measurements], Training]:
+    """Warm up, slow down and check the boards: by which means, what they do, fair budgets."""
+    tick("machines")
+    warm = replace(training, policies=(WARM,), rounds=1)
+    run_once(bed, warm, WARM, training.seed, folder / "warm", lambda _: None)
+    tick("warm")
+    brake = bed.slow_down()
+    figures = bed.check(WIDTH)
+    alone = replace(training, rounds=1, policies=(ALONE,))
+    solo = run_once(bed, alone, ALONE, training.seed, folder / "alone", lambda _: None)
+    tick("checked")
+    share = training.energy_share * solo.alone_over_model
+    return brake, figures, replace(training, energy_share=share)
 
 
 def settings_json(
@@ -129,7 +137,7 @@ def _cluster_json(cluster: Cluster, slow: Slowness, found: Measurements) -> Json
     return {"name": cluster.name, "boards": [board_json(board) for board in cluster.boards]}
 
 
-def _run(bed: Bed, training: Training, policy: str, seed: int, path: Path, tick: Tick) -> Run:
+def run_once(bed: Bed, training: Training, policy: str, seed: int, path: Path, tick: Tick) -> Run:
     """One policy with one seed; ticks once per round."""
     seen = _Rounds(path / "events.jsonl", lambda: tick(f"{policy} {seed}"))
     started_s, busy_s = time.monotonic(), machine_busy_s()
@@ -154,7 +162,7 @@ class _Rounds:
         self._seen = lines
 
 
-def _host_flop_per_s() -> float:
+def host_flop_per_s() -> float:
     """Of one thread, at the size of the task's blocks, whatever else runs here."""
     import torch
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
+from benchmarks.testbed.trace import trace_server
 from benchmarks.testbed.training import BATCH
 from benchmarks.testbed.wire import Node, Values, grid_of
 from collapipe_flwr.config.schema import AppConfig, parse
@@ -87,6 +88,7 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     orders: SimpleQueue[str] = SimpleQueue()
     end_with_parent(orders.put)
+    trace_server()
     server = Server()
     while True:
         answers.write(json.dumps(answer(server, json.loads(orders.get()))) + "\n")

@@ -58,6 +58,7 @@ class Training:
     target: float = 0.7  # of the metric
     learning_rate: float = 5e-4
     energy_share: float = 0.3  # budget: of what a device spends on training all blocks alone
+    timeline: bool = False  # of every stage
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -86,6 +87,7 @@ class Training:
             "train.learning-rate": self.learning_rate,
             "train.decay": "none",
             "train.examples-per-round": self.examples,
+            "train.timeline": self.timeline,
             "scheduler.policy": name,
             "scheduler.micro-batch-sizes": GRID,
             "scheduler.micro-batches": GRID,
