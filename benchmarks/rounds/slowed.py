@@ -4,7 +4,7 @@ Every device's round is cut at moments that its processes note, so its parts sum
 the ends of two evaluations; the run directory's own seconds of the round are measured apart, and
 ``closes`` is the sum over them. Passes are split by CPU time: kernels by themselves, what autograd
 and Python around them take of the stage's thread, each at the board's share of a processor. What a
-pass lasts beyond that, the board's other threads had: they carry frames.
+pass lasts beyond that went to the board's other threads, or to others on this host.
 
 ``python -m benchmarks.rounds.slowed FILE`` prints a file's table for docs/results-pipeline.md; a
 test compares the page with it.
@@ -16,8 +16,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from math import fsum
@@ -58,11 +58,13 @@ from collapipe_flwr.reporting import output
 from collapipe_flwr.reporting.events import holders
 
 POLICY = "dssda"
+SERVER_NAME = "server"
 SERVER, OTHERS, UNIT = "server's way", "other clusters", "control unit"
+HELD_UP = "passes held up"
 OPENING, HAND_OUT, BEFORE = "opening", "hand-out", "bubble: before the pipeline"
 COLLECTION, AFTER = "collection", "bubble: after the pipeline"
 ROWS = (
-    *(PRODUCTS, KERNELS, AROUND, OPTIMIZER, LOOP, FRAMES),
+    *(PRODUCTS, KERNELS, AROUND, HELD_UP, OPTIMIZER, LOOP, FRAMES),
     *(OPENING, HAND_OUT, COLLECTION),
     *(*BUBBLES, BEFORE, AFTER),
     *(UNIT, OTHERS, SERVER),
@@ -70,6 +72,7 @@ ROWS = (
 MOST_OFF = 0.03  # by which the parts of a round may miss its seconds
 _HAND_OUT_CALLS = ("Missing", "PushWeights")
 _COLLECTION_CALLS = ("Report", "Digests", "FetchWeights", "CloseSession")
+CALLS = ("OpenSession", *_HAND_OUT_CALLS, *_COLLECTION_CALLS)
 Json = dict[str, Any]
 Notes = Sequence[Mapping[str, Any]]
 Parts = dict[str, float]
@@ -119,7 +122,8 @@ def measure(
         del os.environ[TRACED]
     events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
     kernels = _kernels_of(training.run_config(POLICY, training.seed, path))
-    windows = _rounds(read_notes(folder / f"server{TRACE}"), len(events))
+    traces = _Traces(folder, slow, kernels)
+    windows = _rounds(read_notes(folder / f"{SERVER_NAME}{TRACE}"), len(events))
     settings = settings_json(clusters, replace(measured, rounds=training.rounds), slow, figures)
     return {
         "settings": settings | {"shaping": shaping},
@@ -131,10 +135,8 @@ def measure(
                 "predicted_s": done.predicted_s,
                 "devices": [
                     device
-                    for number, cluster in enumerate(clusters, start=1)
-                    for device in _devices(
-                        cluster, number, slow, folder, window, event, done.round_s, kernels
-                    )
+                    for node, cluster in enumerate(clusters, start=1)
+                    for device in traces.devices(cluster, node, window, event, done.round_s)
                 ],
             }
             for event, done, window in zip(events, run.rounds, windows, strict=True)
@@ -161,65 +163,64 @@ def _kernels_of(run_config: Mapping[str, Any]) -> Callable[[int, int, int], tupl
     return count
 
 
-def _devices(
-    cluster: Cluster,
-    number: int,
-    slow: Slowness,
-    folder: Path,
-    window: Window,
-    event: Mapping[str, Any],
-    round_s: float,
-    kernels: Callable[[int, int, int], tuple[float, float]],
-) -> list[Json]:
-    """All devices of one cluster that held blocks in one round; node ``number`` is its own."""
-    (plan,) = (p for p in event["plan"]["clusters"] if p["cluster_id"] == cluster.name)
-    unit = _within(read_notes(folder / f"{cluster.control_unit.name}{TRACE}"), window)
-    messages = _within(read_notes(folder / f"server{TRACE}"), window, MESSAGE)
-    (message,) = (note for note in _within(unit, window, MESSAGE) if _trains(note))
-    (trained,) = _within(unit, window, REPORTS)
-    replies = {note["node"]: note["end_s"] for note in messages if _trains(note)}
-    chain = _chain(trained["stages"], plan, cluster, slow)
-    pipeline = split_pipeline(chain)
-    driver = chain[0][0].spans
-    whole = min(s.start_s for s in driver), max(s.stop_s for s in driver)
-    by_name = {_plain(report["name"]): report for report in trained["stages"]}
-    found = []
-    for segment in plan["segments"]:
-        blocks = segment["first_block"], segment["stop_block"]
-        each = kernels(*blocks, plan["micro_batch_size"])
-        for name in map(_plain, holders(segment)):
-            board = next(board for board in cluster.devices if board.name == name)
-            spent = _spent(folder / f"{name}{METER}", window)
-            passes_s = sum(spent["parts"].get(part, 0.0) for part in TIMED_PASSES)
-            micro_batches = by_name[name]["micro_batches"]
-            parts = _split_passes(
-                cut_round(
+@dataclass(frozen=True, slots=True)
+class _Traces:
+    """What the processes of a run have noted in ``folder``."""
+
+    folder: Path
+    slow: Slowness
+    count_kernels: Callable[[int, int, int], tuple[float, float]]
+
+    def notes(self, name: str, window: Window, *what: str) -> Notes:
+        """The notes of a process on calls that ended in a window; ``what`` are kinds of them."""
+        return [
+            note
+            for note in read_notes(self.folder / f"{name}{TRACE}")
+            if window[0] <= note["end_s"] <= window[1] and note["what"] in what
+        ]
+
+    def devices(
+        self, cluster: Cluster, node: int, window: Window, event: Mapping[str, Any], round_s: float
+    ) -> Iterator[Json]:
+        """Every device of a cluster, which is ``node``, that held blocks in one round."""
+        unit, slow = cluster.control_unit.name, self.slow
+        (plan,) = (p for p in event["plan"]["clusters"] if p["cluster_id"] == cluster.name)
+        (message,) = filter(_trains, self.notes(unit, window, MESSAGE))
+        (trained,) = self.notes(unit, window, REPORTS)
+        messages = filter(_trains, self.notes(SERVER_NAME, window, MESSAGE))
+        replies = {note["node"]: note["end_s"] for note in messages}
+        chain = _chain(trained["stages"], plan, cluster, slow)
+        pipeline = split_pipeline(chain)
+        counts = {_plain(stage["name"]): stage["micro_batches"] for stage in trained["stages"]}
+        driver = chain[0][0].spans
+        whole = min(s.start_s for s in driver), max(s.stop_s for s in driver)
+        for segment in plan["segments"]:
+            blocks, size = (segment["first_block"], segment["stop_block"]), plan["micro_batch_size"]
+            for name in map(_plain, holders(segment)):
+                (share,) = (slow.share(board) for board in cluster.devices if board.name == name)
+                spent = _spent(self.folder / f"{name}{METER}", window)
+                parts = cut_round(
                     window,
                     (message["begin_s"], message["end_s"]),
-                    (replies[number], max(replies.values())),
-                    _within(read_notes(folder / f"{name}{TRACE}"), window),
+                    (replies[node], max(replies.values())),
+                    self.notes(name, window, *CALLS),
                     whole,
                     pipeline[name],
-                ),
-                *(
-                    (cpu_s / slow.share(board))
-                    for cpu_s in (passes_s, *(micro_batches * s for s in each))
-                ),
-            )
-            found.append(
-                {
+                )
+                passes_s = sum(spent["parts"].get(part, 0.0) for part in TIMED_PASSES)
+                kernels_s = (counts[name] * each_s for each_s in self.count_kernels(*blocks, size))
+                parts = split_passes(parts, share, passes_s, *kernels_s)
+                yield {
                     "device": name,
                     "blocks": blocks[1] - blocks[0],
-                    "micro_batches": micro_batches,
-                    "examples": plan["micro_batch_size"],
-                    "processor_share": slow.share(board),
+                    "micro_batches": counts[name],
+                    "examples": size,
+                    "processor_share": share,
                     "cpu_s": spent["cpu_s"],
                     "cpu_parts_s": spent["parts"],
                     "parts_s": {row: parts[row] for row in ROWS},
                     "closes": fsum(parts.values()) / round_s,
                 }
-            )
-    return found
 
 
 def cut_round(
@@ -261,25 +262,18 @@ def cut_round(
     }
 
 
-def _split_passes(parts: Parts, passes_s: float, products_s: float, others_s: float) -> Parts:
-    """Split passes by the seconds that their CPU time takes on the board; the sum stays."""
+def split_passes(
+    parts: Parts, share: float, passes_s: float, products_s: float, others_s: float
+) -> Parts:
+    """Split passes by their CPU seconds on a board with a share of a processor; the sum stays."""
     split = {name: seconds for name, seconds in parts.items() if name != PASSES}
     return {
         **split,
-        PRODUCTS: products_s,
-        KERNELS: others_s,
-        AROUND: passes_s - products_s - others_s,
-        FRAMES: parts[FRAMES] + parts[PASSES] - passes_s,
+        PRODUCTS: products_s / share,
+        KERNELS: others_s / share,
+        AROUND: (passes_s - products_s - others_s) / share,
+        HELD_UP: parts[PASSES] - passes_s / share,
     }
-
-
-def _within(notes: Notes, window: Window, what: str = "") -> Notes:
-    """The notes of calls that ended in a window."""
-    return [
-        note
-        for note in notes
-        if window[0] <= note["end_s"] <= window[1] and what in ("", note["what"])
-    ]
 
 
 def _trains(note: Mapping[str, Any]) -> bool:
