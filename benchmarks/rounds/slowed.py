@@ -327,18 +327,17 @@ def markdown(found: Mapping[str, Any]) -> str:
     for done in rounds:
         for device in done["devices"]:
             devices.setdefault(device["device"], []).append(device)
-    names = sorted(devices)
-    heads = [name.removeprefix("cluster-").replace("raspberry-", "") for name in names]
+    heads = [name.removeprefix("cluster-").replace("raspberry-", "") for name in devices]
     lines = [f"| part | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
 
-    def row(title: str, value: Callable[[Json], float]) -> None:
-        cells = [f"{fmean(map(value, devices[name])):z.2f}" for name in names]
+    def row(title: str, value: Callable[[Json], float], digits: int = 2) -> None:
+        cells = [f"{fmean(map(value, seen)):z.{digits}f}" for seen in devices.values()]
         lines.append(f"| {title} | {' | '.join(cells)} |")
 
     for part in ROWS:
         row(part, lambda device, part=part: device["parts_s"][part])
     row("all", lambda device: fsum(device["parts_s"].values()))
-    row("all / the round's own seconds", lambda device: device["closes"])
+    row("all / the round's own seconds", lambda device: device["closes"], 3)
     return "\n".join(lines) + "\n"
 
 
