@@ -1,13 +1,12 @@
 """Where the wall-clock seconds of rounds go on slow boards behind slow links: the testbed, traced.
 
-Every device's round is cut at moments that its processes note, so its parts sum to the time between
-the ends of two evaluations; the run directory's own seconds of the round are measured apart, and
-``closes`` is the sum over them. Passes are split by CPU time: kernels by themselves, what autograd
+Every device's round is cut at moments that its processes note, so its parts sum to the time from
+the end of one evaluation to the beginning of the next; the run directory's own seconds of the round
+are measured apart, and ``closes`` is the sum over them. Passes are split by CPU time: kernels by themselves, what autograd
 and Python around them take of the stage's thread, each at the board's share of a processor. What a
 pass lasts beyond that went to the board's other threads, or to others on this host.
 
-``python -m benchmarks.rounds.slowed FILE`` prints a file's table for docs/results-pipeline.md; a
-test compares the page with it.
+``python -m benchmarks.rounds.slowed FILE`` prints a file's table for docs/results-pipeline.md.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from math import fsum
@@ -121,10 +120,10 @@ def measure(
     finally:
         del os.environ[TRACED]
     events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
-    kernels = _kernels_of(training.run_config(POLICY, training.seed, path))
-    traces = _Traces(folder, slow, kernels)
+    config = training.run_config(POLICY, training.seed, path)
+    traces = _Traces(folder, slow, _kernels_of(config))
     windows = _rounds(read_notes(folder / f"{SERVER_NAME}{TRACE}"), len(events))
-    settings = settings_json(clusters, replace(measured, rounds=training.rounds), slow, figures)
+    settings = settings_json(clusters, measured, slow, figures)
     return {
         "settings": settings | {"shaping": shaping},
         "host_busy_share": run.busy_share,
