@@ -2,9 +2,10 @@
 
 Every device's round is cut at moments that its processes note, so its parts sum to the time from
 the end of one evaluation to the beginning of the next; the run directory's own seconds of the round
-are measured apart, and ``closes`` is the sum over them. Passes are split by CPU time: kernels by themselves, what autograd
-and Python around them take of the stage's thread, each at the board's share of a processor. What a
-pass lasts beyond that went to the board's other threads, or to others on this host.
+are measured apart, and ``closes`` is the sum over them. Passes are split by CPU time: kernels by
+themselves, and what autograd and Python around them take of the stage's thread, each at the board's
+share of a processor. What a pass lasts beyond that went to the board's other threads, or to others
+on this host.
 
 ``python -m benchmarks.rounds.slowed FILE`` prints a file's table for docs/results-pipeline.md.
 """
