@@ -330,14 +330,14 @@ def markdown(found: Mapping[str, Any]) -> str:
     heads = [name.removeprefix("cluster-").replace("raspberry-", "") for name in devices]
     lines = [f"| part | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
 
-    def row(title: str, value: Callable[[Json], float], digits: int = 2) -> None:
-        cells = [f"{fmean(map(value, seen)):z.{digits}f}" for seen in devices.values()]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
+    def row(title: str, *values: float, digits: int = 2) -> None:
+        lines.append(f"| {title} | {' | '.join(f'{value:z.{digits}f}' for value in values)} |")
 
     for part in ROWS:
-        row(part, lambda device, part=part: device["parts_s"][part])
-    row("all", lambda device: fsum(device["parts_s"].values()))
-    row("all / the round's own seconds", lambda device: device["closes"], 3)
+        row(part, *(fmean(each["parts_s"][part] for each in seen) for seen in devices.values()))
+    row("all", *(fmean(fsum(d["parts_s"].values()) for d in seen) for seen in devices.values()))
+    closes = (fmean(each["closes"] for each in seen) for seen in devices.values())
+    row("all / the round's own seconds", *closes, digits=3)
     return "\n".join(lines) + "\n"
 
 
