@@ -72,7 +72,7 @@ class Dssda(Policy):
 
     def _step(self, state: SchedulerState, snapshot: Snapshot) -> tuple[Plan, SchedulerState]:
         """Plan as `step` does where every cluster has one edge."""
-        seen, profiles = estimate_profiles(snapshot, state.beliefs, self.settings.profile_memory)
+        seen, profiles = estimate_profiles(snapshot, state.beliefs)
         gains = state.doubt
         try:
             gains = average_gains(gains, seen)

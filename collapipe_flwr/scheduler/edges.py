@@ -179,7 +179,7 @@ class EdgeChoice:
         seconds = np.full(shape, np.inf)
         for k in range(most):
             seen = self._place(tuple(min(k, len(edges) - 1) for edges in self._eliminate_edges))
-            seen, _ = estimate_profiles(seen, self._state.beliefs, self._settings.profile_memory)
+            seen, _ = estimate_profiles(seen, self._state.beliefs)
             moved = [self._replan_moved(named.get(c.profile.cluster_id), c) for c in seen.clusters]
             here = np.array([m for m, each in enumerate(moved) if each is not None], np.int64)
             if not len(here):

@@ -46,6 +46,7 @@ from collapipe_flwr.scheduler.log_filter import STEP, LogFilter, Prior
 CHANGE = math.log(2.0)
 AGREES = 0.02  # in ln
 PATIENCE = 10  # rounds
+MEMORY = 0.8  # weight of the past in averages of claims
 MOST_MEMORY_SHARE = 2.0  # a false reading of peak bytes halves a device at worst
 # Starting the operations of a block, forward and backward, takes about a millisecond, of which
 # claims of speed know nothing.
@@ -85,16 +86,13 @@ class ProfileEstimates:
 
 
 def estimate_profiles(
-    snapshot: Snapshot, estimates: ProfileEstimates, memory: float
+    snapshot: Snapshot, estimates: ProfileEstimates
 ) -> tuple[Snapshot, ProfileEstimates]:
     """Return the snapshot with estimated devices, and the estimates after it.
 
-    ``memory`` is the weight of the past in claims; 0 leaves everything as it is. Unusable numbers
-    pass through, so that the planner can refuse them.
+    Unusable numbers pass through, so that the planner can refuse them.
     """
-    if memory <= 0.0:
-        return snapshot, ProfileEstimates()
-    after = _note_claims(snapshot, estimates, memory)
+    after = _note_claims(snapshot, estimates)
     clusters = tuple(_estimate_cluster(cluster, after) for cluster in snapshot.clusters)
     paces = {
         c.profile.cluster_id: _time_blocks(c.profile, snapshot.find_model(c.profile))
@@ -109,9 +107,7 @@ def estimate_profiles(
     return replace(snapshot, clusters=clusters, edge=edge), after
 
 
-def _note_claims(
-    snapshot: Snapshot, estimates: ProfileEstimates, memory: float
-) -> ProfileEstimates:
+def _note_claims(snapshot: Snapshot, estimates: ProfileEstimates) -> ProfileEstimates:
     """Note today's claims and forget what they outdate."""
     claimed, outdated = _copy(estimates.claimed), set()
     for cluster_id, name, fresh in _list_claims(snapshot):
@@ -120,7 +116,7 @@ def _note_claims(
         if _measure_distance(before, fresh) > CHANGE:
             outdated.add((cluster_id, name))
         same = before[:2] == fresh[:2]
-        claims[name] = fresh if same else _blend(before, fresh, memory)
+        claims[name] = fresh if same else _blend(before, fresh)
     return replace(
         estimates,
         claimed=claimed,
@@ -374,10 +370,10 @@ def _guess_round(parts: tuple[float, float, float]) -> LogFilter:
     return LogFilter(mean=(0.0, half, half - math.log(slowest_s)))
 
 
-def _blend(old: Claim, new: Claim, memory: float) -> Claim:
+def _blend(old: Claim, new: Claim) -> Claim:
     """Update the moving averages of speed and energy, starting again where a value has changed."""
     speed, joule = (
-        fresh if abs(fresh - past) > CHANGE else memory * past + (1.0 - memory) * fresh
+        fresh if abs(fresh - past) > CHANGE else MEMORY * past + (1.0 - MEMORY) * fresh
         for fresh, past in zip(new[:2], old[:2], strict=True)
     )
     return speed, joule, new[2]

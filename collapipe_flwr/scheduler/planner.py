@@ -31,7 +31,6 @@ from collapipe_flwr.scheduler.local_search import pair_batches, recut_batches
 from collapipe_flwr.scheduler.problem import Estimates, PlanningProblem
 from collapipe_flwr.scheduler.radio.equal_ends import equalize_hz
 from collapipe_flwr.scheduler.radio.interior_point import Allocation, allocate, share_equally
-from collapipe_flwr.scheduler.radio.problem import compute_convex_latency_s
 from collapipe_flwr.scheduler.runners_up import Incumbent
 from collapipe_flwr.scheduler.scorer import Scorer
 from collapipe_flwr.scheduler.search import HASTY_CLUSTERS, Search
@@ -46,11 +45,10 @@ WORTH_A_TRY = 0.15  # share of the objective by which a runner-up may seem worse
 SLOW = 0.98  # of a round's length: for clusters that take longer, rows far away are tried
 CLOSE = 1.015  # a plan for another length of a round is polished if it costs up to this factor
 ELSEWHERE = 0.02  # least relative difference of such lengths
+ALTERNATIONS = 6  # of segments and radio at most
 ENOUGH = 1e-4  # relative gain of an alternation that is worth another
-CORRECTIONS = 3  # of the radio's formula of 1F1B at most
 EVENING = (0.5, 1.0, 2.0, 4.0, 8.0)  # of relative latencies, by which bandwidth is moved
 EVENINGS = 4  # times at most
-EXCESS = 1e-3  # of a round: what that formula may be wrong by
 AMPLE = 8.0  # times its bandwidth: what a cluster is slow with is not the bandwidth's fault
 WORTHWHILE = 1e-3  # relative gain that is worth another look of many clusters
 LATE_CLUSTERS = 10  # of many that are searched further at a time
@@ -239,7 +237,7 @@ class PlanSolver(PlanningProblem):
     def improve(self, best: Solution, search: Search | None = None) -> Solution:
         """Alternate segments and radio from ``best`` on while the objective falls."""
         search = search or Search(self)
-        for _ in range(self.settings.rounds_of_search):
+        for _ in range(ALTERNATIONS):
             rows = search.choose(self.make_dual_prices(best), best.rows)
             if make_key(rows) == make_key(best.rows):
                 break
@@ -272,20 +270,11 @@ class PlanSolver(PlanningProblem):
         band_hz = self.tables.snapshot.radio.bandwidth_hz
         chain = make_chain(self.tables, rows, self.settings)
         rho = self.learning.compute_rho(self.tables, rows)
-        best = now = self._allocate(chain, rho)
+        best = self._allocate(chain, rho)
         if self.settings.schedule != "1f1b":
             return best
         if not self.few:
             return self.equalize_finish_times(best)
-        excess_s = np.full(len(rows), np.inf)
-        for _ in range(CORRECTIONS):
-            said = compute_convex_latency_s(chain, now.allocation.times)
-            # The least seen: what is too much with slow links may not be with quicker ones.
-            less = np.minimum(excess_s, said - now.priced.latency_s)
-            if not (np.abs(less - excess_s) > EXCESS * said).any() or not less.any():
-                break
-            now, excess_s = self._allocate(chain, rho, less), less
-            best = min(best, now, key=lambda s: s.objective)
         return self._try_full_power(best, np.full(len(rows), band_hz / len(rows)))
 
     def stay(self, rows: Layouts, hz_m: Array) -> Solution:
@@ -337,11 +326,10 @@ class PlanSolver(PlanningProblem):
                 break
         return best
 
-    def _allocate(self, chain: Chain, rho: float, excess_s: Array | float = 0.0) -> Solution:
-        """Optimise the radio, taking the formula's latencies for ``excess_s`` too high."""
-        most = 0.9 * compute_convex_latency_s(chain, None)
+    def _allocate(self, chain: Chain, rho: float) -> Solution:
+        """Optimise the radio by its formula of latencies."""
         allocation = allocate(
-            replace(chain, fixed_s=chain.fixed_s - np.minimum(excess_s, most)),
+            chain,
             gather_members(self.price_mi, chain.rows),
             latency_price=self.latency_price * rho,
             bandwidth_hz=self.tables.snapshot.radio.bandwidth_hz,

@@ -139,7 +139,6 @@ _RULES = {
     "memory_margin": _PART,
     "max_model_share": Rule(lambda v: 0 < v <= 1, "must be in (0, 1]"),
     "budget_margin": _PART,
-    "profile_memory": _PART,
     "energy_advance": Rule(lambda v: 0 <= v < REPAID, f"must be in [0, {REPAID})"),
     "hysteresis": at_least(0),
     "late_slack": off_or_at_least(1),
@@ -166,8 +165,6 @@ class SchedulerConfig(PricingOptions):
     budget_margin: float = 0.005  # plans aim this share below every energy budget
     energy_advance: float = 1.0  # budgets to spend ahead, paid back in 10 rounds
     hysteresis: float = 0.005  # least relative gain for which devices change segments
-    profile_memory: float = 0.8  # weight of the past in averages of measured speeds; 0: none
-    rounds_of_search: int = 6  # alternations at most
     late_slack: float = 0.0  # rounds close at so many times the median's latency; 0: with the last
     replicas: bool = key(False)  # DSSDA lets devices share a stage where that wins
 

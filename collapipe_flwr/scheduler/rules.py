@@ -97,7 +97,7 @@ class RuleScheduler(Policy):
         Clusters that may choose among edges have their first.
         """
         snapshot = choose_edges(snapshot, {}, state.links)
-        seen, beliefs = estimate_profiles(snapshot, state.beliefs, self.settings.profile_memory)
+        seen, beliefs = estimate_profiles(snapshot, state.beliefs)
         try:
             plan = self._plan(state, seen)
         except InfeasibleError:

@@ -41,28 +41,27 @@ def test_noise_is_averaged_out() -> None:
     rng, errors = np.random.default_rng(0), []
     for _ in range(60):
         noisy = with_speed(truth, float(rng.uniform(0.7, 1.3)))
-        seen, known = estimate_profiles(noisy, known, 0.8)
+        seen, known = estimate_profiles(noisy, known)
         errors.append(abs(math.log(speed(seen) / speed(truth))))
     assert np.mean(errors[10:]) < 0.09  # the measurements themselves are off by 0.15
 
 
 def test_a_real_change_is_followed_at_once() -> None:
     truth = draw_snapshot(0)
-    _, known = estimate_profiles(truth, ProfileEstimates(), 0.8)
+    _, known = estimate_profiles(truth, ProfileEstimates())
     throttled = with_speed(truth, 0.3)
-    seen, _ = estimate_profiles(throttled, known, 0.8)
+    seen, _ = estimate_profiles(throttled, known)
     assert speed(seen) == pytest.approx(speed(throttled))
 
 
-def test_exact_profiles_and_switched_off_smoothing_change_nothing() -> None:
+def test_exact_profiles_change_nothing() -> None:
     truth = draw_snapshot(0)
-    _, known = estimate_profiles(truth, ProfileEstimates(), 0.8)
-    assert estimate_profiles(truth, known, 0.8)[0] == truth
-    assert estimate_profiles(with_speed(truth, 1.2), known, 0.0)[0] == with_speed(truth, 1.2)
+    _, known = estimate_profiles(truth, ProfileEstimates())
+    assert estimate_profiles(truth, known)[0] == truth
 
 
 def test_unusable_numbers_pass_through() -> None:
-    seen, known = estimate_profiles(with_speed(draw_snapshot(0), math.nan), ProfileEstimates(), 0.8)
+    seen, known = estimate_profiles(with_speed(draw_snapshot(0), math.nan), ProfileEstimates())
     assert math.isnan(speed(seen))
     assert first(seen).device_id not in known.claimed["cluster-0"]
 
@@ -97,12 +96,12 @@ def known(snapshot: Snapshot, *outcomes: RoundOutcome) -> ProfileEstimates:
     for outcome in (None, *outcomes):
         if outcome is not None:
             estimates = learn_profiles(estimates, outcome)
-        _, estimates = estimate_profiles(snapshot, estimates, 0.8)
+        _, estimates = estimate_profiles(snapshot, estimates)
     return estimates
 
 
 def planned(snapshot: Snapshot, *outcomes: RoundOutcome) -> Snapshot:
-    return estimate_profiles(snapshot, known(snapshot, *outcomes), 0.8)[0]
+    return estimate_profiles(snapshot, known(snapshot, *outcomes))[0]
 
 
 def test_samples_that_agree_with_the_profile_leave_the_very_snapshot() -> None:
@@ -171,7 +170,7 @@ def test_a_claim_that_changes_outdates_what_was_shown() -> None:
     truth = draw_snapshot(0)
     estimates = known(truth, showing(sample(first(truth), slower=1.5)))
     throttled = with_speed(truth, 0.3)
-    seen, _ = estimate_profiles(throttled, estimates, 0.8)
+    seen, _ = estimate_profiles(throttled, estimates)
     assert speed(seen) == pytest.approx(0.3 * speed(truth))
 
 

@@ -20,7 +20,6 @@ from collapipe_flwr.scheduler.planner import PlanSolver
 from collapipe_flwr.scheduler.pool import PlanSelector, Pool, Within, pool_of, select_front
 from collapipe_flwr.scheduler.problem import Estimates
 from collapipe_flwr.scheduler.radio.interior_point import allocate, share_equally
-from collapipe_flwr.scheduler.radio.problem import compute_convex_latency_s
 from collapipe_flwr.scheduler.scorer import Scorer
 from collapipe_flwr.scheduler.search import Search
 from collapipe_flwr.scheduler.segment_dp import any_order, best_path, describe
@@ -92,10 +91,8 @@ def test_links_are_not_slowed_for_time_that_1f1b_does_not_take() -> None:
         latency_price=planner.latency_price * rho,
         bandwidth_hz=planner.tables.snapshot.radio.bandwidth_hz,
     )
-    said = compute_convex_latency_s(chain, plain.times)  # at least the bound that prices the plan
-    priced = planner.price(chain, plain, rho)
-    assert (said >= priced.priced.latency_s * (1 - 1e-9)).all()
-    assert planner.optimize_radio(rows).objective < 0.99 * priced.objective
+    by_formula = planner.price(chain, plain, rho).objective
+    assert planner.optimize_radio(rows).objective < 0.99 * by_formula
 
 
 def test_many_clusters_are_searched_as_well_as_single_ones() -> None:

@@ -87,20 +87,6 @@ def make_radio_problem(
     )
 
 
-def compute_convex_latency_s(chain: Chain, times: Array | None) -> Array:
-    """Compute 1F1B's rounds as the program sees them, (R,): all stages and hops, then the slowest.
-
-    With ``times`` None, return the part that hops do not change.
-    """
-    stages = chain.forward_stage_s + chain.backward_stage_s
-    rest = chain.fixed_s + chain.steps_r * stages.sum(1)
-    if times is None:
-        return np.asarray(rest)
-    slowest = np.maximum(stages.max(1), times.max((1, 2)))
-    further = chain.rows.micro_batches_r - 1.0
-    return np.asarray(rest + chain.steps_r * (times.sum((1, 2)) + further * slowest))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatHops:
     """Constants of every used hop, of its row and of the cap that bounds it.
