@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from collapipe_flwr.core.domain import ClusterPlan, Segment
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.core.keys import between, check, one_of
-from collapipe_flwr.core.links import CODECS, Heartbeat, LinkConfig
+from collapipe_flwr.core.links import UPDATE_CODECS, Heartbeat, LinkConfig
 from collapipe_flwr.core.measurements import StageMeasurement, TransferStats
 from collapipe_flwr.core.schedule import ALONE, ReplicaIndex, list_turns
 from collapipe_flwr.pipeline.compute import CPU, hold
@@ -69,7 +69,7 @@ class LearningSettings:
             raise ConfigError(
                 f"deadline_s must be > 0 and <= {LONGEST_WAIT_S:g}, got {self.deadline_s}"
             )
-        check("updates", self.updates, one_of(*CODECS))
+        check("updates", self.updates, one_of(*UPDATE_CODECS))
         check("audit_share", self.audit_share, between(0, 1))
         for name in ("snapshot_every", "trusted_blocks"):
             if (value := getattr(self, name)) < 0:

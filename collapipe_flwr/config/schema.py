@@ -37,7 +37,7 @@ from collapipe_flwr.core.keys import (
     path,
     some_of,
 )
-from collapipe_flwr.core.links import CODECS, Heartbeat, TlsFiles
+from collapipe_flwr.core.links import CODECS, TOP_K, UPDATE_CODECS, Heartbeat, TlsFiles
 from collapipe_flwr.data.config import DataConfig
 from collapipe_flwr.models.spec import PRODUCTS, LoraConfig, ModelConfig
 from collapipe_flwr.pipeline.config import CacheConfig, Execution, NoiseConfig
@@ -167,7 +167,9 @@ class LinksConfig:
     codec: str = key("fp32", one_of(*CODECS, AUTO))  # of hidden states and gradients
     codecs: tuple[str, ...] = key(("fp32", "bf16", "int8"), some_of(*CODECS))  # auto: of these
     pace: str = key("none", one_of("none", "plan"))  # plan: senders keep to the planned rates
-    updates: str = key("fp32", one_of(*CODECS))  # of a cluster's reply: fp32 sends it exactly
+    updates: str = key(
+        "fp32", one_of(*UPDATE_CODECS)
+    )  # of a cluster's reply: fp32 sends it exactly
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -296,6 +298,10 @@ class AppConfig:
             "train.optimizer-state": (
                 self.train.optimizer_state == "keep",
                 "it is of factors, which are others in every round: set reset",
+            ),
+            "links.updates": (
+                self.links.updates == TOP_K,
+                "what it leaves for later rounds is of other factors by then: set int8 or int4",
             ),
         }
         values = flatten(self)

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from collapipe_flwr.core import bounds
 from collapipe_flwr.core.keys import at_least, one_of
-from collapipe_flwr.core.links import CODECS, LinkConfig
+from collapipe_flwr.core.links import CODECS, UPDATE_CODECS, LinkConfig
 from collapipe_flwr.core.schedule import SCHEDULES
 
 IGNORED_LABEL = -100  # transformers' mark for positions without a target
@@ -144,7 +144,7 @@ class ClusterProfile:
     d2d_bandwidth_hz: bounds.Bandwidth  # of hops inside the cluster, as far as both radios go
     server_rate_bit_per_s: bounds.Rate  # control unit <-> Flower server
     link_codec: Annotated[str, one_of("", *CODECS)] = ""  # of all its links; empty: as the run says
-    update_codec: Annotated[str, one_of(*CODECS)] = "fp32"  # of its replies, set by the run
+    update_codec: Annotated[str, one_of(*UPDATE_CODECS)] = "fp32"  # of its replies, as the run says
     real_links: bool = False  # machines: measured traffic corrects the planned rates
     bundles: bool = False  # its app sends and receives arrays in bundles
     edge: EdgeProfile | None = None  # its own; None: the snapshot's

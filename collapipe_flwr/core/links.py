@@ -25,7 +25,9 @@ Note = tuple[int, bounds.Count, bounds.Moment, bounds.Bytes]
 """Stream, number of the frame in its direction, time (seconds by the own clock), bytes."""
 
 NOTED_FRAMES = 128  # of one stream: some steps, and a report stays small
+TOP_K = "top-k"  # the largest elements of a change; error feedback sends the others later
 CODECS = ("fp32", "fp16", "bf16", "int8", "int4")  # of hidden states and gradients; by loss
+UPDATE_CODECS = (*CODECS, TOP_K)  # of what a cluster replies
 QUEUE_FRAMES = 64  # that each direction of a link holds before its sender waits
 MOST_NOTES = 4 * (NOTED_FRAMES + 1)  # of one direction, for the same reason
 LEAST_PERIOD_S = 0.2  # hosts accept pings as often as this, and drop clients that send more

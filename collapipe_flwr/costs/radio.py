@@ -14,20 +14,22 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from collapipe_flwr.core.errors import ConfigError
-from collapipe_flwr.core.links import CODECS
+from collapipe_flwr.core.links import CODECS, TOP_K
 from collapipe_flwr.costs.arrays import Array
 
 LN2 = float(np.log(2.0))
 _EXPONENT_MAX = 500.0  # exp beyond this is treated as infinitely expensive without overflow
 
 # Bytes over those of single precision; int8 adds a scale of 4 bytes to every 128 elements, int4
-# one of 2 to every 64, fp16 one to every tensor, which is not counted.
+# one of 2 to every 64, fp16 one to every tensor, which is not counted; top-k sends one element
+# of 4 as int4 does, and a bit for each.
 WIRE_SHARE: Mapping[str, float] = {
     "fp32": 1.0,
     "fp16": 0.5,
     "bf16": 0.5,
     "int8": 0.25 + 1 / 128,
     "int4": 0.125 + 1 / 128,
+    TOP_K: 1 / 32 + (0.125 + 1 / 128) / 4,
 }
 # Root mean square error over root mean square, of normally distributed values.
 ROUNDING: Mapping[str, float] = {

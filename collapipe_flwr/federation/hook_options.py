@@ -11,8 +11,8 @@ from flwr.serverapp.strategy import Strategy
 from collapipe_flwr.cluster.order import LearningSettings
 from collapipe_flwr.config.schema import EdgeConfig
 from collapipe_flwr.core.errors import ConfigError, RunError, prefix_errors
-from collapipe_flwr.core.links import split_address
-from collapipe_flwr.federation.inner import CLIPPED_BY_CLIENTS, layers
+from collapipe_flwr.core.links import TOP_K, split_address
+from collapipe_flwr.federation.inner import BY_COORDINATE, CLIPPED_BY_CLIENTS, layers
 from collapipe_flwr.models.any_splitter import DescribedModel
 from collapipe_flwr.models.split_model import SplitModel
 from collapipe_flwr.pipeline.optimizer import OptimizerConfig, optimizer_config
@@ -66,11 +66,23 @@ def check_options(
             split_address(edge)
 
 
-def check_updates(inner: Strategy, *, outermost: bool) -> None:
+def check_updates(inner: Strategy, codec: str, *, outermost: bool, products: bool) -> None:
     """Raise RunError for a strategy around ours, or an ``inner`` one, that codes would deceive."""
     if not outermost:
         raise RunError(_SEES_CODES)
+    if codec == TOP_K and products:
+        raise RunError(
+            "updates in top-k need lora.aggregate=factors: what they leave for later rounds is of "
+            "other factors by then; set that, or choose int8 or int4 (links.updates, "
+            "LearningSettings.updates)"
+        )
     for layer in layers(inner):
+        if codec == TOP_K and isinstance(layer, BY_COORDINATE):
+            raise RunError(
+                f"{type(layer).__name__} takes medians or trimmed means of every number, and in "
+                "top-k most clusters send no change of it: choose int8 or int4 (links.updates, "
+                "LearningSettings.updates), or another strategy"
+            )
         if isinstance(layer, CLIPPED_BY_CLIENTS):
             raise RunError(
                 f"{type(layer).__name__} relies on updates that clients clip, and coded ones carry "

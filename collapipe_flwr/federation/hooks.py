@@ -415,7 +415,12 @@ class StrategyHooks:
             edge = self._open_edge()
             learning = self._learning(server_round)
             if learning.updates != EXACT:
-                check_updates(self.inner_strategy, outermost=self._runs)
+                check_updates(
+                    self.inner_strategy,
+                    learning.updates,
+                    outermost=self._runs,
+                    products=self._model.aggregate == PRODUCTS,
+                )
             if self._model.aggregate == PRODUCTS:
                 check_products(
                     self._model,

@@ -15,8 +15,11 @@ from typing import Any, TypeVar
 
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import (
+    Bulyan,
     DifferentialPrivacyClientSideAdaptiveClipping,
     DifferentialPrivacyClientSideFixedClipping,
+    FedMedian,
+    FedTrimmedAvg,
     FedXgbBagging,
     FedXgbCyclic,
     Strategy,
@@ -30,6 +33,7 @@ CLIPPED_BY_CLIENTS = (
     DifferentialPrivacyClientSideAdaptiveClipping,
     DifferentialPrivacyClientSideFixedClipping,
 )
+BY_COORDINATE = (Bulyan, FedMedian, FedTrimmedAvg)  # take each number on its own
 _RETURNED = {
     "configure_train": "the messages to the nodes",
     "aggregate_train": "arrays and metrics",

@@ -86,6 +86,15 @@ def test_assignments_are_json_where_they_can_be() -> None:
         ({"model.overrides": "d_model"}, "model.overrides must read like"),
         ({"scheduler.participation-floor": 1.5}, "must lie between 0 and 1, got 1.5"),
         ({"links.updates": "int5"}, "links.updates must be one of fp32, fp16"),
+        (
+            {"links.codec": "top-k"},
+            "links.codec must be one of fp32, fp16, bf16, int8, int4, auto, got",
+        ),
+        (
+            {"links.codecs": "int8,top-k"},
+            "links.codecs must list some of fp32, fp16, bf16, int8, int4",
+        ),
+        ({"cache.codec": "top-k"}, "cache.codec must be one of fp32, fp16, bf16, int8, int4, got"),
         ({"links.updates": "int8", "runtime": "whole"}, "links.updates=int8 has no effect with"),
         ({"trust.audit-share": 1.1}, "trust.audit-share must lie between 0 and 1, got 1.1"),
         ({"trust.audit-share": 0.1, "runtime": "whole"}, "trust.audit-share=0.1 has no effect"),

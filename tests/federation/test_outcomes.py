@@ -112,7 +112,7 @@ def test_a_coded_reply_is_priced_by_its_bytes() -> None:
     planner = machines()
     planned = planner.plan(1, [11]).plan
     latency_s, server = {}, {}
-    for codec in ("fp32", "int4"):
+    for codec in ("fp32", "int4", "top-k"):
         profile = replace(planner.world.clusters[0], update_codec=codec)
         assert Planning(updates=codec).described(profile, MODEL).update_codec == codec
         snapshot = planner.world.with_cluster(profile).snapshot(1, MODEL)
@@ -121,6 +121,7 @@ def test_a_coded_reply_is_priced_by_its_bytes() -> None:
     spared_s = server["fp32"] - server["int4"]
     assert server["int4"] / server["fp32"] == pytest.approx((1 + 17 / 128) / 2)
     assert latency_s["fp32"] - latency_s["int4"] == pytest.approx(spared_s)
+    assert latency_s["top-k"] < latency_s["int4"]
 
 
 def test_energy_is_power_by_measured_seconds_and_goes_into_queues() -> None:

@@ -336,6 +336,8 @@ def test_what_factors_of_their_own_in_every_round_would_spoil_is_refused(
         start(model, FedAvg(), late="join")
     with pytest.raises(RunError, match=r"relies on updates that clients clip.*server's side"):
         start(model, PRIVATE["DifferentialPrivacyClientSideFixedClipping"]())
+    with pytest.raises(RunError, match=r"updates in top-k need lora\.aggregate=factors"):
+        start(model, FedAvg(), learning=LearningSettings(updates="top-k"))
     monkeypatch.setattr(products, "MOST_BYTES", 1000)
     with pytest.raises(RunError, match=r"FedAdam needs the whole products.*use FedAvg or FedProx"):
         start(model, FedAdam())

@@ -14,6 +14,8 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideFixedClipping,
     DifferentialPrivacyServerSideFixedClipping,
     FedAvg,
+    FedMedian,
+    FedTrimmedAvg,
 )
 from torch import Tensor
 
@@ -27,7 +29,8 @@ from collapipe_flwr.federation.records import ARRAYS, EXAMPLES, METRICS, flower_
 from collapipe_flwr.federation.updates import decode_update, encode_update, is_coded
 from tests.federation.split_clusters import CONSTANT, FixedPlanner, trainer, wrapped
 
-LOSSY = {"fp16": 1e-3, "bf16": 4e-3, "int8": 1e-2, "int4": 0.13}  # of the norm of a change, at most
+# Of the norm of a change, at most.
+LOSSY = {"fp16": 1e-3, "bf16": 4e-3, "int8": 1e-2, "int4": 0.13, "top-k": 0.8}
 Model = dict[str, Tensor]
 ALONE = {"fraction_evaluate": 0.0, "min_train_nodes": 1, "min_available_nodes": 1}
 Train = Callable[[Message, Context], Message]
@@ -137,7 +140,7 @@ def test_the_default_replies_with_the_bytes_that_the_app_made() -> None:
     assert [seen[0][k].data for k in kept[0]] == [kept[0][k].data for k in kept[0]]
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "top-k"])
 def test_decoded_changes_add_up_to_the_true_ones_less_the_last_error(codec: str) -> None:
     received: list[Model] = []
 
@@ -191,23 +194,56 @@ def fates(updates: str, folder: Path | None, *how: str) -> tuple[Model, Model, M
     return decode_tensors(arrays), truth, error
 
 
-def test_a_lost_or_refused_reply_counts_never_and_a_repeated_one_once() -> None:
-    found, truth, error = fates("int4", None, "done", "refused", "done", "lost", "lost", "done")
+@pytest.mark.parametrize("codec", ["int4", "top-k"])
+def test_a_lost_or_refused_reply_counts_never_and_a_repeated_one_once(codec: str) -> None:
+    found, truth, error = fates(codec, None, "done", "refused", "done", "lost", "lost", "done")
     assert set(error) == {"embed.weight", "blocks.0.weight", "decoder.weight"}
     for key in ("embed.weight", "decoder.weight"):
         lost = start()[key] + truth[key] - found[key]
         assert torch.allclose(lost.double(), error[key].double(), atol=2e-6) and norm(lost) > 0
 
 
-def test_a_restarted_node_goes_on_with_the_error_of_its_last_reply(tmp_path: Path) -> None:
-    whole, _, _ = fates("int4", tmp_path / "1", "done", "done", "done")
-    again, _, _ = fates("int4", tmp_path / "2", "done", "restart", "restart")
+@pytest.mark.parametrize("codec", ["int4", "top-k"])
+def test_a_restarted_node_goes_on_with_the_error_of_its_last_reply(
+    codec: str, tmp_path: Path
+) -> None:
+    whole, _, _ = fates(codec, tmp_path / "1", "done", "done", "done")
+    again, _, _ = fates(codec, tmp_path / "2", "done", "restart", "restart")
     assert all(torch.equal(whole[key], again[key]) for key in whole)
-    without, truth, _ = fates("int4", None, "done", "restart", "restart")
+    without, truth, _ = fates(codec, None, "done", "restart", "restart")
     key = "embed.weight"
     assert norm(start()[key] + truth[key] - without[key]) > norm(
         start()[key] + truth[key] - whole[key]
     )
+
+
+@pytest.mark.parametrize("size", [50, 100, 101, 255, 256, 257, 70_000])
+@pytest.mark.parametrize("levels", [1, 3, 10**6])
+def test_top_k_sends_the_largest_elements_and_of_equal_ones_the_first(
+    size: int, levels: int
+) -> None:
+    generator = torch.Generator().manual_seed(size + levels)
+    change = torch.randint(1 - levels, levels, (size,), generator=generator).float()
+    sent, reply = encode_tensors({"a": torch.zeros(size)}), encode_tensors({"a": change})
+    (error,) = encode_update(reply, decode_tensors(sent), {}, "top-k").values()
+    found = decode_tensors(decode_update(reply, sent, "top-k"))["a"]
+    kept = sorted(range(size), key=lambda n: (-abs(float(change[n])), n))[: -(-size // 4)]
+    others = [n for n in range(size) if n not in set(kept)]
+    assert not found[others].any()
+    assert norm(found[kept] - change[kept]) <= 0.2 * norm(change[kept])
+    assert torch.allclose(found + error, change, atol=1e-6 * levels)
+    assert len(reply["a"].data) == -(-size // 8) + 34 * -(-len(kept) // 64)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "top-k"])
+@pytest.mark.parametrize("odd", [float("inf"), float("-inf"), float("nan")])
+def test_an_array_that_is_not_finite_travels_exactly(codec: str, odd: float) -> None:
+    trained = {"a": torch.linspace(-1, 1, 300), "b": torch.linspace(-1, 1, 300)}
+    trained["a"][7] = odd
+    sent, reply = encode_tensors(dict.fromkeys("ab", torch.zeros(300))), encode_tensors(trained)
+    assert set(encode_update(reply, decode_tensors(sent), {}, codec)) == {"b"}
+    found = decode_tensors(decode_update(reply, sent, codec))
+    assert torch.equal(found["a"].nan_to_num(5.0), trained["a"].nan_to_num(5.0))
 
 
 def test_errors_of_another_model_count_for_nothing() -> None:
@@ -247,7 +283,7 @@ def test_mods_see_whole_plain_updates_and_the_server_what_they_made_of_them() ->
 def test_the_bytes_of_a_round_are_those_of_the_codes() -> None:
     big = {"embed.weight": torch.randn(1000, 64), "decoder.weight": torch.randn(64, 64)}
     sizes = {}
-    for codec in ("fp32", "int8", "int4"):
+    for codec in ("fp32", "int8", "int4", "top-k"):
         records: list = []
         strategy = wrapped(FixedPlanner("c1"), records, averaging(), big, codec)
         grid = LocalGrid({1: client(trainer(0.1, 10))})
@@ -255,6 +291,7 @@ def test_the_bytes_of_a_round_are_those_of_the_codes() -> None:
         sizes[codec] = records[0].flower_bytes_received
     assert sizes["int8"] == pytest.approx(sizes["fp32"] * 0.258, rel=0.02)
     assert sizes["int4"] == pytest.approx(sizes["fp32"] * 0.133, rel=0.03)
+    assert sizes["top-k"] < sizes["fp32"] * 0.07
 
 
 HOSTILE: dict[str, Callable[[ArrayRecord], None]] = {
@@ -272,26 +309,52 @@ HOSTILE: dict[str, Callable[[ArrayRecord], None]] = {
 }
 
 
+def replace_code(record: ArrayRecord, start: int, *parts: int) -> None:
+    """Write other bytes into the code of 407 elements: 51 bytes of bits, 2 tiles of values."""
+    code = bytearray(record["embed.weight"].data)
+    assert len(code) == 51 + 2 * (2 + 32)
+    code[start : start + len(parts)] = bytes(parts)
+    forge(record, "embed.weight", data=bytes(code))
+
+
+HOSTILE_PLACES: dict[str, Callable[[ArrayRecord], None]] = {
+    "all": lambda r: replace_code(r, 0, *[255] * 50, 254),
+    "none": lambda r: replace_code(r, 0, *[0] * 51),
+    "one more": lambda r: replace_code(r, 0, *[255] * 12, 254, *[0] * 38),
+    "one fewer": lambda r: replace_code(r, 0, *[255] * 12, 248, *[0] * 38),
+    "beyond the array": lambda r: replace_code(r, 0, *[255] * 12, 248, *[0] * 37, 1),
+    "no number": lambda r: replace_code(r, 51, 0xC0, 0x7F),
+    "infinite": lambda r: replace_code(r, 51, 0x80, 0x7F),
+}
+
+
 def forge(record: ArrayRecord, key: str, **parts) -> None:
     array = record[key]
     fields = {name: getattr(array, name) for name in ("dtype", "shape", "stype", "data")}
     record[key] = Array(**{**fields, **parts})
 
 
-@pytest.mark.parametrize("harm", HOSTILE)
-def test_a_forged_code_fails_its_cluster_alone(harm: str) -> None:
+@pytest.mark.parametrize(
+    ("codec", "harm"),
+    [(codec, harm) for codec in ("int8", "top-k") for harm in HOSTILE.values()]
+    + [("top-k", harm) for harm in HOSTILE_PLACES.values()],
+    ids=[*HOSTILE, *(f"top-k {name}" for name in (*HOSTILE, *HOSTILE_PLACES))],
+)
+def test_a_forged_code_fails_its_cluster_alone(
+    codec: str, harm: Callable[[ArrayRecord], None]
+) -> None:
     app = client()
 
     def lying(message: Message, context: Context) -> Message:
         reply = app(message, context)
-        HOSTILE[harm](reply.content[ARRAYS])
+        harm(reply.content[ARRAYS])
         return reply
 
     def absent(*_: object) -> Message:
         raise ConfigError("it is not there")
 
-    found, records = run("int8", {1: client(), 2: client(), 3: lying}, 2)
-    wanted, _ = run("int8", {1: client(), 2: client(), 3: absent}, 2)
+    found, records = run(codec, {1: client(), 2: client(), 3: lying}, 2)
+    wanted, _ = run(codec, {1: client(), 2: client(), 3: absent}, 2)
     assert all(torch.equal(found[key], wanted[key]) for key in found)
     for record in records:
         assert record.failures.keys() == {"c3"}
@@ -332,6 +395,13 @@ def test_what_codes_would_deceive_is_refused(around: bool) -> None:
             wrapped(FixedPlanner("c1"), [], inner, start(), "int8").start(grid, first, 1)
 
 
+@pytest.mark.parametrize("kind", [FedMedian, FedTrimmedAvg])
+def test_top_k_is_refused_beside_what_takes_every_number_on_its_own(kind: type[FedAvg]) -> None:
+    strategy = wrapped(FixedPlanner("c1"), [], kind(**ALONE), start(), "top-k")
+    with pytest.raises(RunError, match="choose int8 or int4"):
+        strategy.start(LocalGrid({1: client()}), encode_tensors(start()), num_rounds=1)
+
+
 def test_a_server_that_clips_clips_decoded_updates() -> None:
     big = {"embed.weight": torch.ones(40, 10)}
 
@@ -354,7 +424,7 @@ def test_a_server_that_clips_clips_decoded_updates() -> None:
     assert norm(decode_tensors(found)["embed.weight"] - 1) == pytest.approx(0.5, rel=1e-5)
 
 
-def fit(updates: str, rounds: int = 40) -> float:
+def fit(updates: str, rounds: int = 40, rate: float = 0.8) -> float:
     """The distance from the optimum at which two clusters of least squares end."""
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(2, 400, 40, generator=generator)
@@ -372,7 +442,7 @@ def fit(updates: str, rounds: int = 40) -> float:
         return Message(content, reply_to=message)
 
     first = {"embed.weight": torch.zeros(40)}
-    apps = {node: client(partial(descend, scale=0.8)) for node in (1, 2)}
+    apps = {node: client(partial(descend, scale=rate)) for node in (1, 2)}
     strategy = wrapped(FixedPlanner("c1", "c2"), [], averaging(), first, updates)
     found = strategy.start(LocalGrid(apps), encode_tensors(first), num_rounds=rounds).arrays
     return norm(decode_tensors(found)["embed.weight"] - both)
@@ -383,3 +453,10 @@ def test_training_converges_as_with_exact_updates() -> None:
     assert exact < 1e-3 * size
     for codec in ("int8", "int4"):
         assert fit(codec) < exact + 2e-3 * size * (10 if codec == "int4" else 1)
+
+
+def test_top_k_converges_as_exact_updates_do_with_steps_of_its_share() -> None:
+    """What is not sent is trained again in the next round: rates must be of the share's size."""
+    exact, size = fit("fp32", 100, 0.25), 40**0.5
+    assert exact < 1e-3 * size
+    assert fit("top-k", 100, 0.25) < exact + 2e-2 * size

@@ -196,6 +196,12 @@ def test_ranks_that_no_run_can_have_are_refused(run_app: RunApp) -> None:
         run_app({**given, "world.lora-ranks": "2"})
     with pytest.raises(ConfigError, match=r"lora\.ranks is 2,8 .*lora\.rank=8 and lora\.aggregate"):
         run_app({**given, "lora.ranks": "2,8"})
-    for key, value in (("train.optimizer-state", "keep"), ("runtime", "whole"), ("lora.rank", 0)):
+    unfit: dict[str, Value] = {
+        "train.optimizer-state": "keep",
+        "runtime": "whole",
+        "lora.rank": 0,
+        "links.updates": "top-k",
+    }
+    for key, value in unfit.items():
         with pytest.raises(ConfigError, match=f"{key} is .* beside lora.aggregate=products"):
             run_app({**given, "lora.aggregate": "products", key: value})
