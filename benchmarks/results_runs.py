@@ -186,11 +186,17 @@ STUDIES = {
         },
         seeds=(1, 2, 3),
     ),
-    # What 4 bits on the links cost where the head starts at random.
+    # What coarse codecs of links and of updates cost where the head starts at random.
     "codecs": Study(
         config="banking77-lora.toml",
         common=_BANKING,
-        runs={"pipeline": (), "int8": ("links.codec=int8",), "int4": ("links.codec=int4",)},
+        runs={
+            "pipeline": (),
+            "int8": ("links.codec=int8",),
+            "int4": ("links.codec=int4",),
+            "updates_int4": ("links.updates=int4",),
+            "updates_top_k": ("links.updates=top-k",),
+        },
         seeds=(1, 2, 3, 4, 5),
     ),
     "tatoeba": Study(
