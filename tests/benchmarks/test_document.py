@@ -9,7 +9,7 @@ from benchmarks import audits
 from benchmarks.boards_table import measured_table
 from benchmarks.data_plane.report import codec_cells, markdown
 from benchmarks.privacy import document
-from benchmarks.rounds import anatomy
+from benchmarks.rounds import anatomy, slowed
 from tests.program import printed_by
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +33,16 @@ def test_the_table_of_cpu_seconds_is_the_recorded_bench() -> None:
     files = (ROOT / f"docs/results/anatomy/{name}.json" for name in ("before", "after"))
     table = anatomy.markdown(*(json.loads(file.read_text()) for file in files))
     assert table in (ROOT / "docs/results-pipeline.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_slow_rounds_is_the_recorded_bench() -> None:
+    """And its parts sum to the rounds within 3 %."""
+    found = json.loads((ROOT / "docs/results/anatomy/slowed.json").read_text())
+    assert slowed.markdown(found) in (ROOT / "docs/results-pipeline.md").read_text(encoding="utf-8")
+    for done in found["rounds"]:
+        for device in done["devices"]:
+            off_s = sum(device["parts_s"].values()) - done["round_s"]
+            assert abs(off_s) <= slowed.MOST_OFF * done["round_s"]
 
 
 def test_the_table_of_predictions_is_the_recorded_bench() -> None:
