@@ -161,12 +161,13 @@ STUDIES = {
             "model.pretrained={work}/smollm2",
             "data.max-source-length=192",
             "data.max-target-length=16",
-            "data.test-examples=128",
-            "data.test-answers=64",
+            "data.test-examples=64",
+            "data.test-answers=32",
+            "train.examples-per-round=128",
             "round-timeout-s=3600",
         ),
         runs={
-            **_three(256),
+            **_three(128),
             # Clusters of different intents: labels are dealt out by Dirichlet(0.1).
             "skewed": (
                 "data.partition=dirichlet",
