@@ -53,6 +53,7 @@ class Study:
     # File in WORK: arguments of the script of examples that makes it, before the file's own name.
     tables: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     seeds: tuple[int, ...] = ()
+    target: float = 0.0  # loss, as a share of the untrained model's, whose cost is told; 0: none
 
     def named_runs(self, name: str) -> dict[str, tuple[str, ...]]:
         """The keys of every run by its name, seed after seed."""
@@ -151,6 +152,7 @@ STUDIES = {
         ),
         runs={**_three(64), "int4": ("links.codec=int4",)},
         seeds=(1, 2, 3, 4, 5),
+        target=0.8,
     ),
     # Banking77 as questions to an instruct model, whose answer is the intent in words.
     "intents": Study(
@@ -186,6 +188,7 @@ STUDIES = {
             for part in ("train", "test")
         },
         seeds=(1, 2, 3),
+        target=0.25,
     ),
     # What coarse codecs of links and of updates cost where the head starts at random.
     "codecs": Study(
@@ -286,7 +289,7 @@ def _table(kind: str, name: str, metrics: str) -> str:
 
 
 def _seed_lines(name: str, metrics: list[str]) -> Iterator[str]:
-    """A row per kind of run: metrics after the last round, megabytes, simulated seconds.
+    """A row per kind of run: metrics after the last round, rounds to a target, megabytes, seconds.
 
     Seeds may lack runs; one column compares those of the same seeds. Epsilon is that of the
     cluster that spent most.
@@ -295,6 +298,8 @@ def _seed_lines(name: str, metrics: list[str]) -> Iterator[str]:
     heads = ["seeds", *metrics, f"{metrics[0]} against pipeline's"]
     if private := any(_summary(folder).get("epsilon") for folder in folders.values()):
         heads.append("epsilon")
+    if target := STUDIES[name].target:
+        heads.append(f"rounds to {target:.0%} of the untrained loss")
     heads += ["links MB", "Flower MB", "s a round"]
     yield f"|  | {' | '.join(heads)} |"
     yield f"| --- |{' ---: |' * len(heads)}"
@@ -323,6 +328,8 @@ def _seed_lines(name: str, metrics: list[str]) -> Iterator[str]:
             cells.append(
                 _spread([max(each["epsilon"].values()) for each in told if each["epsilon"]])
             )
+        if target:
+            cells.append(_spread_rounds([_rounds_to(target, folder) for folder in found.values()]))
         cells.append(_mean_mb([each["d2d"] + each["d2e"] for each in sent]))
         cells.append(_mean_mb([each["flower"] for each in sent]))
         simulated = [[s for s in each["latency_s"] if s] for each in told]  # whole models have none
@@ -338,6 +345,20 @@ def _summary(folder: Path) -> Mapping[str, Any]:
 def _last_metrics(folder: Path) -> Mapping[str, float]:
     metrics: Mapping[str, float] = read_events(folder)[-1]["metrics"]
     return metrics
+
+
+def _rounds_to(target: float, folder: Path) -> int | None:
+    """Count the rounds until the loss is at most ``target`` times the untrained model's."""
+    most = target * _summary(folder)["untrained"]["loss"]
+    losses = [event["metrics"]["loss"] for event in read_events(folder)]
+    return next((rounds for rounds, loss in enumerate(losses, 1) if loss <= most), None)
+
+
+def _spread_rounds(counts: list[int | None]) -> str:
+    """Mean and deviation of the runs that arrive, and how many of them do unless it is all."""
+    arrived = [float(count) for count in counts if count is not None]
+    missed = len(counts) - len(arrived)
+    return f"{_spread(arrived)} ({missed} never)".strip() if missed else _spread(arrived)
 
 
 def _mean_mb(values: list[int]) -> str:

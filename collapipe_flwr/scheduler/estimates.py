@@ -11,10 +11,11 @@ measurement of training than any benchmark before it. Four things are learnt, ea
     watts while computing = claimed watts x share                     where a sensor showed them
     peak bytes = planned bytes x share                                every device
     latency of a round = what the cost model explains
-        + the cluster's overhead + blocks x seconds of a block        every cluster of machines
+        + starts x overhead, of the control unit and of a device      every cluster of machines
 
-The last are those of the slowest device that works: to begin and to end a round takes a device as
-long as so many blocks with one example, whatever it does in between.
+The device is the slowest that works. To begin and to end a round is much work in small pieces, so
+it takes a machine as long as to start so many blocks, whatever it does in between: about
+``USUAL_STARTS``, which is what plans assume until a round was measured.
 
 While samples agree with the claims to within ``AGREES``, they make these only more certain, and
 plans are bit-equal to those without samples. A device without work for ``PATIENCE`` rounds is
@@ -36,7 +37,6 @@ from collapipe_flwr.core.domain import (
     ClusterSnapshot,
     DeviceProfile,
     EdgeProfile,
-    ModelProfile,
     Snapshot,
 )
 from collapipe_flwr.core.outcome import ClusterOutcome, RoundOutcome, StageSample
@@ -52,12 +52,14 @@ MOST_MEMORY_SHARE = 2.0  # a false reading of peak bytes halves a device at wors
 # claims of speed know nothing.
 USUAL_OVERHEAD_S = 1e-3
 USUAL_SHARE = 0.3  # of a first sample's seconds that is overhead, at most
-USUAL_ROUND = 0.05  # overhead of a round, of what is explained, before anything is known
+USUAL_STARTS = 100.0  # of a block: docs/results/anatomy/slowed.json has medians of 99 and 95
 STAGE = Prior(own=(1.5, 0.3), common=1.0)
 WATT = Prior(own=(1.0,))
 BYTES = Prior(own=(0.3,))
-ROUND = Prior(own=(0.0, 2.0, 2.0))
+ROUND = Prior(own=(0.0, 1.0, 1.0))
 AS_CLAIMED = LogFilter(mean=(0.0,))  # a device's power where none was metered
+UNSEEN_ROUND = LogFilter(mean=(0.0, math.log(USUAL_STARTS), math.log(USUAL_STARTS)))
+UNIT = ""  # no device has this name
 
 T = TypeVar("T")
 Claim = tuple[float, float, float]
@@ -73,8 +75,8 @@ its id of the cluster, which is ``EDGE`` where there is one."""
 class ProfileEstimates:
     """Knowledge about devices besides today's profiles.
 
-    ``block_s`` are the seconds that a block of the model takes the devices of machines with one
-    example, as far as is known: cluster -> device -> seconds.
+    ``start_s`` are the seconds that starting a block takes the members of clusters of machines, by
+    their claims: cluster -> member -> seconds, the control unit's under ``UNIT``.
     """
 
     claimed: Averages = field(default_factory=dict)
@@ -82,7 +84,7 @@ class ProfileEstimates:
     watts: Filters = field(default_factory=dict)
     memories: Filters = field(default_factory=dict)
     rounds: Mapping[str, LogFilter] = field(default_factory=dict)
-    block_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    start_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def estimate_profiles(
@@ -94,12 +96,8 @@ def estimate_profiles(
     """
     after = _note_claims(snapshot, estimates)
     clusters = tuple(_estimate_cluster(cluster, after) for cluster in snapshot.clusters)
-    paces = {
-        c.profile.cluster_id: _time_blocks(c.profile, snapshot.find_model(c.profile))
-        for c in clusters
-        if c.profile.real_links
-    }
-    after = replace(after, block_s=paces)
+    starts = {c.profile.cluster_id: _claim_starts(c.profile) for c in snapshot.clusters}
+    after = replace(after, start_s={name: known for name, known in starts.items() if known})
     clusters = tuple(_add_rounds(cluster, after) for cluster in clusters)
     edge = _estimate_edge(snapshot.edge, after)
     if edge is snapshot.edge and all(map(is_, clusters, snapshot.clusters)):
@@ -152,24 +150,26 @@ def _estimate_cluster(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> 
 
 
 def _add_rounds(cluster: ClusterSnapshot, estimates: ProfileEstimates) -> ClusterSnapshot:
-    """Add to the cluster the overheads of its rounds, as far as they are known."""
-    known = estimates.rounds.get(cluster.profile.cluster_id)
-    if known is None:
+    """Add to a cluster of machines the overheads of its rounds: learnt, or the usual ones."""
+    cluster_id = cluster.profile.cluster_id
+    start_s = estimates.start_s.get(cluster_id)
+    if start_s is None:
         return cluster
-    _, overhead_s, blocks = known.values
-    block_s = estimates.block_s.get(cluster.profile.cluster_id, {})
+    _, of_unit, of_device = estimates.rounds.get(cluster_id, UNSEEN_ROUND).values
     devices = tuple(
-        replace(device, round_s=blocks * block_s.get(device.device_id, 0.0))
+        replace(device, round_s=of_device * start_s[device.device_id])
         for device in cluster.profile.devices
     )
-    profile = replace(cluster.profile, devices=devices, overhead_s=overhead_s)
+    profile = replace(cluster.profile, devices=devices, overhead_s=of_unit * start_s[UNIT])
     return replace(cluster, profile=profile)
 
 
-def _time_blocks(profile: ClusterProfile, model: ModelProfile) -> dict[str, float]:
-    flop = max(block.forward_flop + block.backward_flop for block in model.blocks)
-    devices = (d for d in profile.devices if _is_usable(d.speed_flop_per_s))
-    return {d.device_id: d.overhead_s + flop / d.speed_flop_per_s for d in devices}
+def _claim_starts(profile: ClusterProfile) -> dict[str, float]:
+    """Return seconds of starting a block, as claimed: rounds of one size cannot tell them."""
+    if not profile.real_links:
+        return {}
+    starts = {d.device_id: d.overhead_s or USUAL_OVERHEAD_S for d in profile.devices}
+    return {**starts, UNIT: profile.control_unit.overhead_s or USUAL_OVERHEAD_S}
 
 
 def _estimate_device(
@@ -248,10 +248,10 @@ def learn_profiles(estimates: ProfileEstimates, outcome: RoundOutcome) -> Profil
             if sample.planned_bytes > 0:
                 seen = (float(sample.planned_bytes), float(sample.peak_bytes))
                 _learn_share(memories, place, sample, seen, BYTES)
-        slowest_s = _find_slowest_block_s(cluster, estimates)
+        slowest_s = _find_slowest_start_s(cluster, estimates)
         if cluster.measured and cluster.explained_s and slowest_s:
-            parts = (cluster.explained_s, 1.0, slowest_s)
-            known = estimates.rounds.get(cluster.cluster_id) or _guess_round(parts)
+            parts = (cluster.explained_s, estimates.start_s[cluster.cluster_id][UNIT], slowest_s)
+            known = estimates.rounds.get(cluster.cluster_id, UNSEEN_ROUND)
             rounds[cluster.cluster_id] = known.observe(parts, cluster.latency_s, ROUND)
     return replace(estimates, stages=stages, watts=watts, memories=memories, rounds=rounds)
 
@@ -351,23 +351,16 @@ def _learn_share(
         book[sample.device_id] = known.observe((expected,), expected if agrees else value, prior)
 
 
-def _find_slowest_block_s(cluster: ClusterOutcome, estimates: ProfileEstimates) -> float:
-    """Return a block's seconds on the slowest device that worked; 0 if one had not worked before.
+def _find_slowest_start_s(cluster: ClusterOutcome, estimates: ProfileEstimates) -> float:
+    """Return the start of the slowest device that worked; 0 if one had not worked before.
 
     A first round loads libraries and fills caches, and is no measure.
     """
     known = estimates.stages.get(cluster.cluster_id, {})
     if not all(s.device_id in known for s in cluster.stages if s.device_id != EDGE):
         return 0.0
-    block_s = estimates.block_s.get(cluster.cluster_id, {})
-    return max((block_s.get(sample.device_id, 0.0) for sample in cluster.stages), default=0.0)
-
-
-def _guess_round(parts: tuple[float, float, float]) -> LogFilter:
-    """Guess a round's usual overheads: half the cluster's, half its slowest device's."""
-    explained_s, _, slowest_s = parts
-    half = math.log(0.5 * USUAL_ROUND * explained_s)
-    return LogFilter(mean=(0.0, half, half - math.log(slowest_s)))
+    start_s = estimates.start_s.get(cluster.cluster_id, {})
+    return max((start_s.get(sample.device_id, 0.0) for sample in cluster.stages), default=0.0)
 
 
 def _blend(old: Claim, new: Claim) -> Claim:

@@ -14,6 +14,8 @@ from collapipe_flwr.core.outcome import ClusterOutcome, RoundOutcome, StageSampl
 from collapipe_flwr.costs.measured import EDGE, compute_pass_s
 from collapipe_flwr.scheduler.estimates import (
     PATIENCE,
+    USUAL_OVERHEAD_S,
+    USUAL_STARTS,
     ProfileEstimates,
     estimate_profiles,
     learn_profiles,
@@ -210,9 +212,24 @@ def test_what_a_round_takes_besides_is_learnt_from_machines_only() -> None:
     late = showing(one, latency_s=3.5, explained_s=3.0, measured=True)
     seen = planned(truth, slow, late)  # what a first round took is no measure
     besides_s = seen.clusters[0].profile.overhead_s + first(seen).round_s
-    assert besides_s == pytest.approx(0.5, rel=0.1)
+    assert 3.0 + besides_s == pytest.approx(3.5, rel=0.05)
+    assert besides_s > 1.5 * (0.1 + 0.1)  # what is usual before
     simulated = showing(one, latency_s=3.5, explained_s=3.0)
-    assert planned(truth, simulated, simulated) is truth
+    assert planned(truth, simulated, simulated) == planned(truth)
+
+
+def test_before_any_round_machines_are_planned_with_its_usual_overheads() -> None:
+    simulated = draw_snapshot(0)
+    assert planned(simulated) is simulated
+    truth = machines(simulated).clusters[0]
+    claimed = truth.profile.with_members(
+        lambda d: replace(d, overhead_s=0.0 if d is truth.profile.devices[0] else 0.02)
+    )
+    found = planned(replace(simulated, clusters=(replace(truth, profile=claimed),)))
+    assert found.clusters[0].profile.overhead_s == pytest.approx(0.02 * USUAL_STARTS)
+    unknown, known_s, *_ = (device.round_s for device in found.clusters[0].profile.devices)
+    assert unknown == pytest.approx(USUAL_OVERHEAD_S * USUAL_STARTS)
+    assert known_s == pytest.approx(0.02 * USUAL_STARTS)
 
 
 def machines(snapshot: Snapshot) -> Snapshot:
@@ -222,31 +239,29 @@ def machines(snapshot: Snapshot) -> Snapshot:
 
 
 def test_a_round_with_slower_devices_is_expected_to_take_longer_besides() -> None:
-    truth = with_speed(machines(draw_snapshot(0)), 0.05)
+    truth = machines(draw_snapshot(0))
     slow, *_, last = truth.clusters[0].profile.devices
-    quick = replace(last, speed_flop_per_s=6 * slow.speed_flop_per_s)
+    slow, quick = replace(slow, overhead_s=0.06), replace(last, overhead_s=0.01)
     (cluster, *others), devices = truth.clusters, (slow, quick)
-    cluster = with_devices(cluster, devices)
-    truth = replace(truth, clusters=(cluster, *others))
-    block = max(truth.model.blocks, key=lambda b: b.forward_flop)
+    unit = replace(cluster.profile.control_unit, overhead_s=0.02)
+    cluster = replace(cluster, profile=replace(cluster.profile, control_unit=unit))
+    truth = replace(truth, clusters=(with_devices(cluster, devices), *others))
 
-    def block_s(device: DeviceProfile) -> float:
-        return compute_pass_s(device, 1.0, block.forward_flop + block.backward_flop)
+    def round_s(*working: DeviceProfile) -> float:
+        return 40 * 0.02 + 60 * max(device.overhead_s for device in working)
 
     def besides_s(seen: Snapshot, *names: str) -> float:
         found = seen.clusters[0].profile
         return found.overhead_s + max(d.round_s for d in found.devices if d.device_id in names)
 
     def shown(*working: DeviceProfile) -> RoundOutcome:
-        took_s = 1.0 + 20 * max(map(block_s, working))
-        samples = map(sample, working)
-        return showing(*samples, latency_s=3.0 + took_s, explained_s=3.0, measured=True)
+        took_s = 3.0 + round_s(*working)
+        return showing(*map(sample, working), latency_s=took_s, explained_s=3.0, measured=True)
 
-    assert block_s(slow) > 3 * block_s(quick)
     rounds = [shown(quick), shown(quick), shown(slow, quick), shown(slow), shown(quick)]
     seen = planned(truth, *rounds)
     for device in (slow, quick):
-        expected_s = 1.0 + 20 * block_s(device)
+        expected_s = round_s(device)
         # as a share of the round: what plans are judged by
         assert besides_s(seen, device.device_id) - expected_s == pytest.approx(
             0.0, abs=0.1 * (3.0 + expected_s)
