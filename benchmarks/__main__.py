@@ -116,6 +116,15 @@ def bench_testbed(
     seed: Annotated[int, typer.Option(help="Of the first repetition.", min=0)] = 500,
     examples: Annotated[int, typer.Option(help="Of a cluster in a round.", min=16)] = 256,
     target: Annotated[float, typer.Option(help="Accuracy to reach.", min=0.0, max=1.0)] = 0.7,
+    options: Annotated[
+        str, typer.Option(help="KEY=VALUE of all policies, as for another task or model.")
+    ] = "",
+    uplink_mbit: Annotated[
+        float, typer.Option(help="That all boards send, control units too; 0: each as it does.")
+    ] = 0.0,
+    loss: Annotated[
+        float, typer.Option(help="Share of packets that get lost.", min=0.0, max=0.5)
+    ] = 0.0,
     slow_down: Annotated[
         float, typer.Option(help="How many times slower than boards; 0: as this host needs.", min=0)
     ] = 0.0,
@@ -129,14 +138,17 @@ def bench_testbed(
     from benchmarks.testbed.training import Training, read_policies
 
     training = Training(
-        policies=read_policies(policies),
+        policies=read_policies(policies, options),
         rounds=rounds,
         repetitions=repetitions,
         seed=seed,
         examples=examples,
         target=target,
+        options=options,
+        loss=loss,
     )
-    run_testbed(read_clusters(devices or DEVICES), training, slow_down, json_file)
+    clusters = read_clusters(devices or DEVICES, 1e6 * uplink_mbit)
+    run_testbed(clusters, training, slow_down, json_file)
 
 
 @app.command("round")

@@ -373,7 +373,9 @@ def _spread(values: list[float]) -> str:
 
 
 def _sources(name: str) -> list[str]:
-    names = {label: RESULTS / f"{name}-{label.lower()}" for label in STUDIES[name].runs}
+    """Runs to draw; of a study with seeds those of the first."""
+    seed = "".join(f"-{seed}" for seed in STUDIES[name].seeds[:1])
+    names = {label: RESULTS / f"{name}-{label.lower()}{seed}" for label in STUDIES[name].runs}
     return [f"{label}={folder}" for label, folder in names.items() if folder.exists()]
 
 
@@ -384,7 +386,7 @@ def write() -> None:
         document.write_text(rendered(text), encoding="utf-8")
         for table in _TABLE.finditer(text):
             _, kind, name, metrics, _ = table.groups()
-            if kind == "compare":
+            if kind == "compare" or STUDIES[name].target:
                 draw(read_runs(_sources(name)), RESULTS / f"{name}.png", metrics.split(","))
 
 

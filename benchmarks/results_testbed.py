@@ -1,6 +1,6 @@
 """Write docs/results-testbed.md from what ``collapipe bench testbed --json FILE`` measured.
 
-python benchmarks/results_testbed.py FILE SAME-ON-ANOTHER-DAY [WITH-OPTIONS] \
+python benchmarks/results_testbed.py FILE SAME-ON-ANOTHER-DAY [WITH-OPTIONS] [OVER-WI-FI] \
     > docs/results-testbed.md
 """
 
@@ -50,9 +50,12 @@ def lines(results: Mapping[str, Json]) -> Iterator[str]:
     yield from _possible(settings)
     yield from ("", "## Predicted beside measured", "")
     yield from _predictions(policies)
-    for result in optional:
+    for result in (r for r in optional if not r["settings"].get("loss")):
         yield from ("", "## Predicted beside measured, with options", "")
         yield from _options(result)
+    for result in (r for r in optional if r["settings"].get("loss")):
+        yield from ("", "## Adapters of an instruct model over Wi-Fi", "")
+        yield from _over_wifi(result)
     yield from ("", "## Again, on another day", "")
     yield from _again(again, settings)
     yield from _boards(settings)
@@ -70,6 +73,11 @@ def _command(path: str, settings: Json) -> Iterator[str]:
     }
     words = [f"--{name} {value}" for name, value in options.items()]
     yield f"{COMMAND} {' '.join(words[:3])} \\"
+    if settings.get("options"):
+        yield f'    --options "{settings["options"]}" \\'
+    if settings.get("loss"):
+        sent = settings["clusters"][0]["boards"][0]["uplink_bit_per_s"] * settings["slow_down"]
+        words.append(f"--uplink-mbit {sent / 1e6:g} --loss {settings['loss']:g}")
     yield f"    {' '.join(words[3:])} --json {path}"
 
 
@@ -275,10 +283,32 @@ def _options(result: Json) -> Iterator[str]:
     )
 
 
+def _over_wifi(result: Json) -> Iterator[str]:
+    settings, policies = result["settings"], result["policies"]
+    sent = settings["clusters"][0]["boards"][0]["uplink_bit_per_s"]
+    yield from _paragraph(
+        "SmolLM2-135M-Instruct, adapters of rank 8, the instructions of "
+        f"[Results on real data](results.md); {settings['examples']} examples per cluster and "
+        f"round, all of them one step, seeds {', '.join(map(str, settings['seeds']))}. Every "
+        "board, control units included, sends "
+        f"{sent * settings['slow_down'] / 1e6:g} Mbit/s to each neighbour (slowed down "
+        f"{settings['slow_down']:.2f} times like everything else), and "
+        f"{100 * settings['loss']:g} % of all packets get lost, drawn at random. Unlike the air, "
+        "these links add no delay, and a board may send to several neighbours at once, so weights "
+        "are handed out sooner than plans expect."
+    )
+    yield ""
+    yield from _table(policies, settings)
+    yield from _busy(policies)
+    yield ""
+    yield from _prediction_table(policies)
+
+
 REASONS = (
     "Opening a session, taking weights and giving them back cost a device about a tenth of a "
-    "second of a whole processor per round: seconds on the slowest boards. Rounds teach it: the "
-    "first ones with other devices than before are predicted worse.",
+    "second of a whole processor per round: seconds on the slowest boards. Plans begin with a "
+    "usual figure and learn the cluster's own from its rounds; what a device loads at its first "
+    "work is in no plan.",
     "All boards are processes of one host: a round in which that is slower is slower on all.",
     "A cluster that is not the slowest gets less power and bandwidth; cables do not slow down for "
     "that, so it is faster than predicted.",

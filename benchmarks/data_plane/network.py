@@ -69,7 +69,7 @@ def _held(*namespaces: str, root: bool = False) -> Iterator[tuple[str, ...]]:
         raise NetworkError("namespaces need the program unshare (util-linux)") from error
     with holder:  # closes its input, which ends it, and waits
         _await_ready(holder)
-        yield ("nsenter", f"--target={holder.pid}", *shared)
+        yield ("nsenter", f"--target={holder.pid}", f"--wd={os.getcwd()}", *shared)
 
 
 def _await_ready(holder: subprocess.Popen[str]) -> None:
@@ -83,6 +83,7 @@ def _await_ready(holder: subprocess.Popen[str]) -> None:
 
 
 _BURST_BYTES = 32 * 1024
+_RANDOM = 2**32 - 4096 + 56  # SKF_AD_OFF + SKF_AD_RANDOM: from where a packet filter loads a draw
 
 
 class Network(Protocol):
@@ -159,23 +160,23 @@ class Shaped:
 
 
 @contextmanager
-def shaped(rates_bytes_per_s: Sequence[float]) -> Iterator[Shaped]:
+def shaped(rates_bytes_per_s: Sequence[float], loss: float = 0.0) -> Iterator[Shaped]:
     """A place for each rate, at which it sends to every neighbour, independently.
 
-    Made with the rights that we have, else with those of a user namespace; raises NetworkError
-    where the kernel forbids both.
+    ``loss`` is the share of packets that get lost, at random. Made with the rights that we have,
+    else with those of a user namespace; raises NetworkError where the kernel forbids both.
     """
     with ExitStack() as undo:
-        yield _made(rates_bytes_per_s, undo)
+        yield _made(rates_bytes_per_s, loss, undo)
 
 
-def _made(rates_bytes_per_s: Sequence[float], undo: ExitStack) -> Shaped:
+def _made(rates_bytes_per_s: Sequence[float], loss: float, undo: ExitStack) -> Shaped:
     refusals = []
     for rights in (own_rights, user_rights):
         try:
             with ExitStack() as attempt:
                 network = Shaped(attempt.enter_context(rights()))
-                _build(network, rates_bytes_per_s, attempt)
+                _build(network, rates_bytes_per_s, loss, attempt)
                 undo.push(attempt.pop_all())
                 return network
         except NetworkError as error:
@@ -183,7 +184,9 @@ def _made(rates_bytes_per_s: Sequence[float], undo: ExitStack) -> Shaped:
     raise NetworkError("; ".join(refusals))
 
 
-def _build(network: Shaped, rates_bytes_per_s: Sequence[float], undo: ExitStack) -> None:
+def _build(
+    network: Shaped, rates_bytes_per_s: Sequence[float], loss: float, undo: ExitStack
+) -> None:
     """All namespaces and cables; ``undo`` deletes what was made, also of a half-made network."""
     hub, places = f"{network.name}-hub", len(rates_bytes_per_s)
     for name in (hub, *(network.place(i) for i in range(places))):
@@ -195,6 +198,8 @@ def _build(network: Shaped, rates_bytes_per_s: Sequence[float], undo: ExitStack)
     for index, rate in enumerate(rates_bytes_per_s):
         _plug_in(network, hub, index)
         _shape(network, index, places, rate)
+        if loss:
+            _lose(network, index, loss)
 
 
 def _plug_in(network: Shaped, hub: str, index: int) -> None:
@@ -222,8 +227,22 @@ def _shape(network: Shaped, index: int, places: int, rate_bytes_per_s: float) ->
                 *tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", class_id, *bucket
             )
             match = ("match", "ip", "dst", f"{network.host(other)}/32", "flowid", class_id)
-            where = ("parent", "1:", "protocol", "ip", "u32")
+            where = ("parent", "1:", "protocol", "ip", "prio", "2", "u32")
             network.run(*tc, "filter", "add", "dev", "eth0", *where, *match)
+
+
+def _lose(network: Shaped, index: int, share: float) -> None:
+    """Drop a share of the packets that a place sends: a filter draws, a black hole takes them."""
+    place = network.place(index)
+    tc, hole = ("tc", "-n", place), ("parent", "1:fff")
+    # Else the kernel hands on 64 kB at once, of which a draw would take all.
+    network.run("ip", "-n", place, "link", "set", "eth0", "gso_max_segs", "1")
+    made = ("dev", "eth0", "parent", "1:", "classid", "1:fff", "htb", "rate", "1mbit")
+    network.run(*tc, "class", "add", *made)
+    network.run(*tc, "qdisc", "add", "dev", "eth0", *hole, "blackhole")
+    drawn = f"4,32 0 0 {_RANDOM},53 1 0 {round(share * 2**32)},6 0 0 {2**32 - 1},6 0 0 0"
+    where = ("dev", "eth0", "parent", "1:", "protocol", "ip", "prio", "1")
+    network.run(*tc, "filter", "add", *where, "bpf", "bytecode", drawn, "flowid", "1:fff")
 
 
 def _run(*command: str) -> None:

@@ -126,7 +126,7 @@ def measure(
     windows = _rounds(read_notes(folder / f"{SERVER_NAME}{TRACE}"), len(events))
     settings = settings_json(clusters, measured, slow, figures)
     return {
-        "settings": settings | {"shaping": shaping},
+        "settings": settings | {"shaping": shaping, "blocks": run.blocks},
         "host_busy_share": run.busy_share,
         "rounds": [
             {

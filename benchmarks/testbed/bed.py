@@ -162,11 +162,16 @@ class Bed:
 
 
 @contextmanager
-def running(clusters: Sequence[Cluster], slow: Slowness, folder: Path) -> Iterator[Bed]:
-    """All machines serve while the body runs, as fast as they can until they are slowed down."""
+def running(
+    clusters: Sequence[Cluster], slow: Slowness, folder: Path, loss: float = 0.0
+) -> Iterator[Bed]:
+    """All machines serve while the body runs, as fast as they can until they are slowed down.
+
+    ``loss`` is the share of packets that get lost.
+    """
     uplinks = [WIRED_BIT_PER_S, WIRED_BIT_PER_S, *(b.uplink_bit_per_s for b in boards(clusters))]
     rates = [slow.rate_bytes_per_s(uplink) for uplink in uplinks]
-    with shaped(rates) as network, ExitStack() as stack:
+    with shaped(rates, loss) as network, ExitStack() as stack:
         yield Bed(clusters, slow, network, folder, stack)
 
 

@@ -55,25 +55,28 @@ class Cluster:
         return (self.control_unit, *self.devices)
 
 
-def read_clusters(text: str) -> tuple[Cluster, ...]:
-    """Kinds of devices, with ``,`` between them and ``;`` between clusters; raises ConfigError."""
+def read_clusters(text: str, uplink_bit_per_s: float = 0.0) -> tuple[Cluster, ...]:
+    """Kinds of devices, with ``,`` between them and ``;`` between clusters; raises ConfigError.
+
+    All boards send ``uplink_bit_per_s``, or with 0 each what its class does.
+    """
     lists = [[kind.strip() for kind in part.split(",")] for part in text.split(";")]
-    return tuple(_cluster(f"cluster-{m}", kinds) for m, kinds in enumerate(lists))
+    return tuple(_cluster(f"cluster-{m}", kinds, uplink_bit_per_s) for m, kinds in enumerate(lists))
 
 
-def _cluster(name: str, kinds: Sequence[str]) -> Cluster:
+def _cluster(name: str, kinds: Sequence[str], uplink_bit_per_s: float) -> Cluster:
     return Cluster(
         name=name,
         control_unit=Board(
             name=f"{name}-cu",
             preset=device_preset(CONTROL_UNIT),
-            uplink_bit_per_s=WIRED_BIT_PER_S,
+            uplink_bit_per_s=uplink_bit_per_s or WIRED_BIT_PER_S,
         ),
         devices=tuple(
             Board(
                 name=f"{name}-{n}-{kind}",
                 preset=device_preset(kind),
-                uplink_bit_per_s=UPLINK_BIT_PER_S[kind],
+                uplink_bit_per_s=uplink_bit_per_s or UPLINK_BIT_PER_S[kind],
             )
             for n, kind in enumerate(kinds, start=1)
         ),

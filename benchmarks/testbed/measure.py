@@ -22,7 +22,7 @@ from benchmarks.testbed.boards import (
 )
 from benchmarks.testbed.results import policy_json, run_json
 from benchmarks.testbed.runs import Run, read_run
-from benchmarks.testbed.training import BLOCKS, METRIC, WIDTH, Training, turns, write_data
+from benchmarks.testbed.training import METRIC, WIDTH, Training, turns, write_data
 from collapipe_flwr.cluster.profile import Measurements
 from collapipe_flwr.pipeline.benchmark import BenchmarkRequest, run_benchmark
 
@@ -50,7 +50,7 @@ def measure(
     processors = os.cpu_count() or 1
     slow = slowness(clusters, host_flop_per_s(), processors, factor)
     write_data(training.seeds, folder)
-    with running(clusters, slow, folder) as bed:
+    with running(clusters, slow, folder, training.loss) as bed:
         brake, figures, measured = prepare(bed, training, folder, tick)
         runs = [
             run_once(bed, measured, policy, seed, folder / f"run-{turn}", tick)
@@ -61,6 +61,7 @@ def measure(
     settings |= {
         "shaping": shaping,
         "useful_flop": runs[0].useful_flop,
+        "blocks": runs[0].blocks,
         "budget_share": training.energy_share,
     }
     speeds = {
@@ -106,7 +107,6 @@ def settings_json(
         **asdict(training),
         "seeds": training.seeds,
         "metric": METRIC,
-        "blocks": BLOCKS,
         "clusters": [_cluster_json(cluster, slow, figures[cluster.name]) for cluster in clusters],
         "slow_down": slow.factor,
         "host": {

@@ -56,7 +56,8 @@ class Server:
 
 def _on_equal_terms(config: AppConfig) -> AppConfig:
     """With the choices that are no keys of the run-config."""
-    settings = replace(config.scheduler.settings, best_batches=True, batch_size=BATCH)
+    batch = min(BATCH, config.train.examples_per_round)
+    settings = replace(config.scheduler.settings, best_batches=True, batch_size=batch)
     return replace(config, scheduler=replace(config.scheduler, settings=settings))
 
 

@@ -59,6 +59,8 @@ class Training:
     learning_rate: float = 5e-4
     energy_share: float = 0.3  # budget: of what a device spends on training all blocks alone
     timeline: bool = False  # of every stage
+    options: str = ""  # KEY=VALUE, of all policies: another task, another model
+    loss: float = 0.0  # share of packets that get lost
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -97,20 +99,24 @@ class Training:
             "edge.heartbeat-s": 10.0,
         }
         declared = {**flatten(AppConfig()), **ours}
-        values = override(declared, read_overrides(options, declared))
-        adapted = {"model.pretrained": str(data / BASE)} if values["lora.rank"] else {}
-        return {**values, **adapted}
+        asked = [words for words in (self.options, *options) if words]
+        values = override(declared, read_overrides(asked, declared))
+        drawn = values["lora.rank"] and not values["model.pretrained"]
+        return {**values, "model.pretrained": str(data / BASE)} if drawn else values
 
 
-def read_policies(text: str) -> tuple[str, ...]:
-    """Policies with ``,`` between them; raises ConfigError for unknown ones and wrong options."""
+def read_policies(text: str, options: str = "") -> tuple[str, ...]:
+    """Policies with ``,`` between them; raises ConfigError for unknown ones and wrong options.
+
+    ``options`` are those of all.
+    """
     policies = tuple(policy.strip() for policy in text.split(","))
     for policy in policies:
         name = policy.partition(" ")[0]
         if name not in POLICIES:
             known = ", ".join(POLICIES)
             raise ConfigError(f"--policies: unknown policy {name!r}, choose some of {known}")
-        parse(Training().run_config(policy, 0, Path("FOLDER/RUN")))
+        parse(Training(options=options).run_config(policy, 0, Path("FOLDER/RUN")))
     return policies
 
 

@@ -33,17 +33,20 @@ with socket.create_connection((sys.argv[1], 4000), timeout=60) as peer:
     peer.sendall(bytes(int(sys.argv[2])))
 """
 MEASURE = f"""
-import json, subprocess, sys
+import json, re, subprocess, sys
 from benchmarks.data_plane.network import shaped
 RECEIVE, SEND, SIZE = {RECEIVE!r}, {SEND!r}, {SIZE}
-with shaped([{RATE_BYTES_PER_S}] * 2) as network:
+with shaped([{RATE_BYTES_PER_S}] * 2, float(sys.argv[1])) as network:
     command = (*network.command(1), sys.executable, "-c", RECEIVE)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as receiver:
         receiver.stdout.readline()
         send = (*network.command(0), sys.executable, "-c", SEND, network.host(1), str(SIZE))
         subprocess.run(send, check=True, timeout=60)
         size, seconds = receiver.stdout.readline().split()
-    print(json.dumps([network.rights.kind, int(size), float(seconds)]))
+    count = (*network.command(0), "tc", "-s", "qdisc", "show", "dev", "eth0")
+    told = subprocess.run(count, check=True, capture_output=True, text=True).stdout
+    holes = re.findall(r"blackhole.*?dropped (\\d+)", told, re.DOTALL)
+    print(json.dumps([network.rights.kind, int(size), float(seconds), sum(map(int, holes))]))
 """
 
 HOLD = f"""
@@ -73,18 +76,20 @@ def _interpreter() -> str | None:
     return next((each for each in found if not _as_user(*asks, each).returncode), None)
 
 
-def test_a_user_without_rights_gets_links_as_slow_as_asked() -> None:
+@pytest.mark.parametrize("loss", [0.0, 0.05])
+def test_a_user_without_rights_gets_links_as_bad_as_asked(loss: float) -> None:
     if not all(map(shutil.which, ("ip", "tc", "unshare", "nsenter", "setpriv"))):
         pytest.skip("iproute2 or util-linux is missing")
     if _as_user("unshare", "--user", "--map-root-user", "--net", "true").returncode:
         pytest.skip("this kernel lets no user make namespaces")
     if (interpreter := _interpreter()) is None:
         pytest.skip("somebody without rights cannot read this checkout")
-    result = _as_user(interpreter, "-c", MEASURE)
+    result = _as_user(interpreter, "-c", MEASURE, str(loss))
     assert result.returncode == 0, result.stderr
-    kind, size, seconds = json.loads(result.stdout)
+    kind, size, seconds, lost = json.loads(result.stdout)
     assert kind == "network namespaces in a user namespace" and size == SIZE
     assert SIZE / seconds < 1.3 * RATE_BYTES_PER_S
+    assert (lost > 0) == (loss > 0) and lost < 0.2 * SIZE / 1000  # of packets of 1.5 kB at most
 
 
 def test_nothing_is_left_of_shaped_links_when_the_bench_is_killed() -> None:
