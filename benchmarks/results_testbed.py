@@ -74,7 +74,7 @@ def _command(path: str, settings: Json) -> Iterator[str]:
     words = [f"--{name} {value}" for name, value in options.items()]
     yield f"{COMMAND} {' '.join(words[:3])} \\"
     if settings.get("options"):
-        yield f'    --options "{settings["options"]}" \\'
+        yield f"    --options '{settings['options']}' \\"
     if settings.get("loss"):
         sent = settings["clusters"][0]["boards"][0]["uplink_bit_per_s"] * settings["slow_down"]
         words.append(f"--uplink-mbit {sent / 1e6:g} --loss {settings['loss']:g}")
@@ -122,15 +122,18 @@ def _setting(settings: Json) -> Iterator[str]:
     )
 
 
-def _table(policies: Mapping[str, Json], settings: Json) -> Iterator[str]:
-    accuracy = f"{100 * settings['target']:.0f} %"
-    target = f"s to {accuracy} {settings['metric']}"
-    yield f"| policy | round s | {target} | RSS MB | over idle MB | joule / budget | used |"
-    yield "|---|---:|---:|---:|---:|---:|---:|"
+def _table(
+    policies: Mapping[str, Json], settings: Json, *, to_target: bool = True
+) -> Iterator[str]:
+    target = f"s to {100 * settings['target']:.0f} % {settings['metric']}"
+    heads = ["policy", "round s", *([target] if to_target else [])]
+    heads += ["RSS MB", "over idle MB", "joule / budget", "used"]
+    yield f"| {' | '.join(heads)} |"
+    yield f"|---|{'---:|' * (len(heads) - 1)}"
     for name, policy in policies.items():
         cells = (
             _spread(policy["round_s"]),
-            _spread(policy["time_to_target_s"]),
+            *([_spread(policy["time_to_target_s"])] if to_target else []),
             f"{policy['peak_rss_bytes'] / 1e6:.0f}",
             f"{policy['peak_rss_over_idle_bytes'] / 1e6:.0f}",
             f"{policy['energy_over_budget_max']:.2f}",
@@ -279,7 +282,9 @@ def _options(result: Json) -> Iterator[str]:
     near = sum(max(policy[k] for k in keys) <= NEAR for policy in policies.values())
     yield from _paragraph(
         f"{near} of {len(policies)} are within {NEAR} in both columns. Seconds are medians of all "
-        f"rounds of one run, errors of its {settings['rounds'] - LEARNT} rounds after the third."
+        f"rounds of one run, errors of its {settings['rounds'] - LEARNT} rounds after the third. "
+        "Budgets are shares of operations, which adapters have fewer of, while they start as many: "
+        "within theirs, plans make one micro-batch of a step, so devices wait for each other."
     )
 
 
@@ -289,7 +294,7 @@ def _over_wifi(result: Json) -> Iterator[str]:
     yield from _paragraph(
         "SmolLM2-135M-Instruct, adapters of rank 8, the instructions of "
         f"[Results on real data](results.md); {settings['examples']} examples per cluster and "
-        f"round, all of them one step, seeds {', '.join(map(str, settings['seeds']))}. Every "
+        f"round, all of them one step, seed {', '.join(map(str, settings['seeds']))}. Every "
         "board, control units included, sends "
         f"{sent * settings['slow_down'] / 1e6:g} Mbit/s to each neighbour (slowed down "
         f"{settings['slow_down']:.2f} times like everything else), and "
@@ -298,7 +303,7 @@ def _over_wifi(result: Json) -> Iterator[str]:
         "are handed out sooner than plans expect."
     )
     yield ""
-    yield from _table(policies, settings)
+    yield from _table(policies, settings, to_target=False)
     yield from _busy(policies)
     yield ""
     yield from _prediction_table(policies)
@@ -360,7 +365,7 @@ def _median(policy: Json, key: str) -> float:
 
 def _spread(values: Json) -> str:
     middle, low, high = (_seconds(values[key]) for key in ("median", "q1", "q3"))
-    return f"{middle} ({low} to {high})"
+    return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def _seconds(value: float | None) -> str:
@@ -369,8 +374,8 @@ def _seconds(value: float | None) -> str:
 
 def main() -> None:
     """Print the document."""
-    if len(sys.argv) not in (3, 4):
-        raise SystemExit("usage: results_testbed.py FILE SAME-ON-ANOTHER-DAY [WITH-OPTIONS]")
+    if len(sys.argv) < 3:
+        raise SystemExit(f"usage: {__doc__}")
     results = {path: json.loads(Path(path).read_text(encoding="utf-8")) for path in sys.argv[1:]}
     print("\n".join(lines(results)))
 

@@ -138,7 +138,7 @@ def cluster_toml(
             for board, address in zip(cluster.devices, addresses, strict=True)
         ),
         f'[edge]\naddress = "{edge}"\n',
-        f"[links]\nserver-mbit-per-s = {WIRED_BIT_PER_S / slow.factor / MEGA}\n"
+        f"[links]\nserver-mbit-per-s = {cluster.control_unit.uplink_bit_per_s / slow.factor / MEGA}\n"
         f"bandwidth-mhz = {D2D_MHZ / slow.factor}\n",
     ]
     return "\n".join(tables)
