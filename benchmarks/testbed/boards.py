@@ -130,6 +130,7 @@ def cluster_toml(
     cluster: Cluster, slow: Slowness, addresses: Sequence[str], edge: str, measured: str
 ) -> str:
     """The cluster file; speeds come from the file ``measured``, where that is not empty."""
+    server_bit_per_s = cluster.control_unit.uplink_bit_per_s / slow.factor
     tables = [
         f'id = "{cluster.name}"\n' + (f'measured = "{measured}"\n' if measured else ""),
         _member("[control-unit]", cluster.control_unit, slow, ""),
@@ -138,7 +139,7 @@ def cluster_toml(
             for board, address in zip(cluster.devices, addresses, strict=True)
         ),
         f'[edge]\naddress = "{edge}"\n',
-        f"[links]\nserver-mbit-per-s = {cluster.control_unit.uplink_bit_per_s / slow.factor / MEGA}\n"
+        f"[links]\nserver-mbit-per-s = {server_bit_per_s / MEGA}\n"
         f"bandwidth-mhz = {D2D_MHZ / slow.factor}\n",
     ]
     return "\n".join(tables)

@@ -65,7 +65,7 @@ def measure_outcome(
         cluster_id=plan.cluster_id,
         latency_s=measured.wall_s + compute_server_s(profile, model)
         if is_timed
-        else planned.latency_s,
+        else plan.latency_s,
         energy_j=energy_j,
         loss=measured.loss,
         gradient_noise=measured.gradient_noise,
