@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 Json = dict[str, Any]
@@ -283,8 +284,8 @@ def _options(result: Json) -> Iterator[str]:
     yield from _paragraph(
         f"{near} of {len(policies)} are within {NEAR} in both columns. Seconds are medians of all "
         f"rounds of one run, errors of its {settings['rounds'] - LEARNT} rounds after the third. "
-        "Budgets are shares of operations, which adapters have fewer of, while they start as many: "
-        "within theirs, plans make one micro-batch of a step, so devices wait for each other."
+        "Budgets are shares of operations: adapters have fewer of them but start as many, so what "
+        "starting takes weighs more, and their rounds within budgets are longer."
     )
 
 
@@ -299,14 +300,26 @@ def _over_wifi(result: Json) -> Iterator[str]:
         f"{sent * settings['slow_down'] / 1e6:g} Mbit/s to each neighbour (slowed down "
         f"{settings['slow_down']:.2f} times like everything else), and "
         f"{100 * settings['loss']:g} % of all packets get lost, drawn at random. Unlike the air, "
-        "these links add no delay, and a board may send to several neighbours at once, so weights "
-        "are handed out sooner than plans expect."
+        "these links add no delay, and a board may send to several neighbours at once, which plans "
+        "do not expect; they also took the control units' way to the server to be a cable. The "
+        "command needs the model's folder `smollm2` and `instructions.json` where it is run. A "
+        "round less its slowest cluster, which is mostly the adapters' way to the server, took "
+        f"{_median_beside(result['runs']):.0f} s (median)."
     )
     yield ""
     yield from _table(policies, settings, to_target=False)
     yield from _busy(policies)
     yield ""
     yield from _prediction_table(policies)
+
+
+def _median_beside(runs: Sequence[Json]) -> float:
+    """Compute the median of seconds that rounds took beside their slowest clusters."""
+    return median(
+        done["round_s"] - max(measured for _, measured in done["clusters"])
+        for run in runs
+        for done in run["rounds"]
+    )
 
 
 REASONS = (

@@ -69,6 +69,7 @@ def _held(*namespaces: str, root: bool = False) -> Iterator[tuple[str, ...]]:
         raise NetworkError("namespaces need the program unshare (util-linux)") from error
     with holder:  # closes its input, which ends it, and waits
         _await_ready(holder)
+        # Commands stay in this directory: entering a mount namespace would take them to its root.
         yield ("nsenter", f"--target={holder.pid}", f"--wd={os.getcwd()}", *shared)
 
 
@@ -234,12 +235,12 @@ def _shape(network: Shaped, index: int, places: int, rate_bytes_per_s: float) ->
 def _lose(network: Shaped, index: int, share: float) -> None:
     """Drop a share of the packets that a place sends: a filter draws, a black hole takes them."""
     place = network.place(index)
-    tc, hole = ("tc", "-n", place), ("parent", "1:fff")
+    tc = ("tc", "-n", place)
     # Else the kernel hands on 64 kB at once, of which a draw would take all.
     network.run("ip", "-n", place, "link", "set", "eth0", "gso_max_segs", "1")
     made = ("dev", "eth0", "parent", "1:", "classid", "1:fff", "htb", "rate", "1mbit")
     network.run(*tc, "class", "add", *made)
-    network.run(*tc, "qdisc", "add", "dev", "eth0", *hole, "blackhole")
+    network.run(*tc, "qdisc", "add", "dev", "eth0", "parent", "1:fff", "blackhole")
     drawn = f"4,32 0 0 {_RANDOM},53 1 0 {round(share * 2**32)},6 0 0 {2**32 - 1},6 0 0 0"
     where = ("dev", "eth0", "parent", "1:", "protocol", "ip", "prio", "1")
     network.run(*tc, "filter", "add", *where, "bpf", "bytecode", drawn, "flowid", "1:fff")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -91,15 +91,9 @@ def read_run(policy: str, seed: int, path: Path, told: Told, busy_share: float) 
         energy_share=config["world.energy-share"],
         memory=told.memory,
         useful_flop=told.useful_flop,
-        blocks=sum(s["stop_block"] - s["first_block"] for s in _segments(events[0])),
+        blocks=max(each["stop_block"] for each in events[0]["plan"]["clusters"][0]["segments"]),
         busy_share=busy_share,
     )
-
-
-def _segments(event: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Of one of the clusters: all hold the same blocks."""
-    segments: Sequence[Mapping[str, Any]] = event["plan"]["clusters"][0]["segments"]
-    return segments
 
 
 def _round(event: Mapping[str, Any]) -> Round:

@@ -8,10 +8,11 @@ import subprocess
 import sys
 from math import fsum, isclose
 from pathlib import Path
+from statistics import median
 
 import pytest
 
-from benchmarks import child_environment
+from benchmarks import ROOT, child_environment
 from benchmarks.rounds.anatomy import AROUND, KERNELS, PRODUCTS
 from benchmarks.rounds.bubbles import FILLING, FRAMES, PASSES
 from benchmarks.rounds.slowed import (
@@ -30,6 +31,7 @@ from benchmarks.rounds.slowed import (
     markdown,
     split_passes,
 )
+from collapipe_flwr.scheduler.estimates import USUAL_STARTS
 
 
 def call(what: str, begin_s: float, end_s: float) -> dict[str, object]:
@@ -62,6 +64,18 @@ def test_a_round_is_cut_where_its_calls_begin_and_end() -> None:
         AFTER: 3.5,
     }
     assert fsum(parts.values()) == 45.0 - 10.0
+
+
+def test_what_plans_take_for_usual_overheads_of_rounds_is_what_was_recorded() -> None:
+    recorded = json.loads((ROOT / "docs/results/anatomy/slowed.json").read_text(encoding="utf-8"))
+    clusters = recorded["settings"]["clusters"]
+    start_s = {b["name"]: b["overhead_s"] for c in clusters for b in c["boards"]}
+    units = {b["name"]: f"{c['name']}-cu" for c in clusters for b in c["boards"]}
+    devices = [each for done in recorded["rounds"] for each in done["devices"]]
+    sessions_s = [fsum(d["parts_s"][p] for p in (OPENING, HAND_OUT, COLLECTION)) for d in devices]
+    of_devices = median(s / start_s[d["device"]] for s, d in zip(sessions_s, devices, strict=True))
+    of_units = median(d["parts_s"][UNIT] / start_s[units[d["device"]]] for d in devices)
+    assert (of_devices, of_units) == pytest.approx((USUAL_STARTS, USUAL_STARTS), rel=0.1)
 
 
 def test_passes_are_split_by_cpu_seconds_at_the_share_of_the_board() -> None:

@@ -155,6 +155,13 @@ def test_the_document_is_what_its_own_command_writes() -> None:
     assert page == written.stdout
 
 
+def test_the_page_on_slow_links_quotes_the_recorded_rounds() -> None:
+    page = " ".join((ROOT / "docs/slow-links.md").read_text(encoding="utf-8").split())
+    result = json.loads((ROOT / "docs/results/testbed-wifi.json").read_text(encoding="utf-8"))
+    ours, coarse, alone = (p["round_s"]["median"] for p in result["policies"].values())
+    assert f"took {ours:.0f} s, {coarse:.0f} s with `int4`, and {alone:.0f} s where" in page
+
+
 def event(**more: object) -> dict[str, object]:
     """Of a round of 4 steps of 3 micro-batches, in which a and b share the blocks."""
     segment = {"device_id": "c/a", "first_block": 0, "stop_block": 6, "replicas": ["c/b"]}
