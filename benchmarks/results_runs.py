@@ -187,7 +187,7 @@ STUDIES = {
             )
             for part in ("train", "test")
         },
-        seeds=(1, 2, 3),
+        seeds=(1, 2, 3, 4, 5),
         target=0.25,
     ),
     # What coarse codecs of links and of updates cost where the head starts at random.
