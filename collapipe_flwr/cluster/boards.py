@@ -23,6 +23,7 @@ from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.tables import BlockTable, tabulate_blocks
 from collapipe_flwr.costs.work import (
     PricingOptions,
+    count_passing_bytes,
     count_segment_bytes,
     find_least_flight,
 )
@@ -288,7 +289,8 @@ class Cut:
         trained = sum(_ADAMW_COPIES * cost.parameter_bytes for cost, _ in costs)
         state = sum(cost.state_bytes for cost, _ in costs)
         flight = int(size * sum(cost.stash_bytes * count for cost, count in costs))
-        passing = int(size * max(passing_bytes, *(cost.passing_bytes for cost, _ in costs)))
+        passings = (float(count_passing_bytes(cost, size)) for cost, _ in costs)
+        passing = int(max(size * passing_bytes, *passings))
         return Load(
             board=board,
             part=part,

@@ -38,6 +38,7 @@ class BlockCost:
     stash_bytes: float  # activations kept between forward and backward
     output_bytes: float  # activations at the cut behind this piece, before a link codes them
     passing_bytes: float = 0.0  # temporary tensors of a pass, such as gradients
+    passing_most_bytes: float = inf  # of a whole micro-batch, where a pass goes piece by piece
     returns: bool = True  # whether a gradient comes back over that cut: not where nothing trains
     frozen_bytes: int = 0  # of the parameters: no optimizer's, and devices keep them over rounds
 

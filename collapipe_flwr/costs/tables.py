@@ -65,6 +65,7 @@ class EndTable:
     state_bytes: Array
     stash_bytes: Array
     passing_bytes: Array
+    passing_most_bytes: Array
 
     def of(self, clusters: Ints | int) -> EndTable:
         """Return the costs in these clusters."""

@@ -223,8 +223,13 @@ def count_end_bytes(
     cost: BlockCost | EndTable, size: Array | float, flight: Array | float
 ) -> Array:
     """Return peak bytes of embedding or decoder, ``flight`` micro-batches of ``size`` in flight."""
-    each = np.asarray(flight) * cost.stash_bytes + cost.passing_bytes
-    return np.asarray(cost.state_bytes + size * each)
+    kept = size * (np.asarray(flight) * cost.stash_bytes)
+    return np.asarray(cost.state_bytes + kept + count_passing_bytes(cost, size))
+
+
+def count_passing_bytes(cost: BlockCost | EndTable, size: Array | float) -> Array:
+    """Return the bytes of temporary tensors in a pass of a micro-batch of ``size``."""
+    return np.minimum(size * cost.passing_bytes, cost.passing_most_bytes)
 
 
 def count_kept_bytes(blocks: BlockTable, options: PricingOptions) -> tuple[Array, Array]:

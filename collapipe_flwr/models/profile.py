@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -116,14 +116,28 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
             learns = hidden_BTD.requires_grad or any(p.requires_grad for p in block.parameters())
             hidden_BTD = hidden_BTD.detach().requires_grad_(learns)
         blocks.append(known[kind])
+    decoder = measure(
+        edge,
+        lambda: _choose_numbers(edge.outputs(_make_leaf(hidden_BTD), context)),
+        sends=False,
+    )
+    if edge.piece_tokens is not None:
+        decoder = _limit_passing(decoder, hidden_BTD, edge.piece_tokens, examples)
     return ModelProfile(
         embedding=measure(embedding, lambda: embedding(batch)),
         blocks=tuple(blocks),
-        decoder=measure(
-            edge,
-            lambda: _choose_numbers(edge.outputs(_make_leaf(hidden_BTD), context)),
-            sends=False,
-        ),
+        decoder=decoder,
+    )
+
+
+def _limit_passing(cost: BlockCost, hidden_BTD: Tensor, tokens: int, examples: int) -> BlockCost:
+    """Replace what a head keeps by the gradient of its input, as it computes piece by piece."""
+    whole = cost.stash_bytes + cost.passing_bytes
+    return replace(
+        cost,
+        stash_bytes=hidden_BTD.nbytes / examples,
+        passing_bytes=whole,
+        passing_most_bytes=whole * examples * tokens / hidden_BTD.shape[:-1].numel(),
     )
 
 
