@@ -1,7 +1,7 @@
 """The loss of a language model over pieces of a batch, so that its scores are never there at once.
 
 Scores are a head's largest tensors: eight texts of 512 tokens have 2 GiB of them where a vocabulary
-has 128,000, and a loss and its gradient hold four tensors of that size. A head works token by
+has 128,000, and a loss and its gradient hold three tensors of that size. A head works token by
 token, so the mean over all labels is that of pieces, each weighted with its labels, up to the
 rounding of a sum. Only tokens that are followed by a label take part: of a chat, those of answers.
 """

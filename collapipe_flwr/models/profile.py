@@ -122,22 +122,17 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
         sends=False,
     )
     if edge.piece_tokens is not None:
-        decoder = _limit_passing(decoder, hidden_BTD, edge.piece_tokens, examples)
+        # What is live in a pass grows with tokens; the gradient of the input is kept instead.
+        live_bytes = examples * (decoder.stash_bytes + decoder.passing_bytes)
+        decoder = replace(
+            decoder,
+            piece_stash_bytes=hidden_BTD.nbytes / examples,
+            piece_bytes=live_bytes * edge.piece_tokens / hidden_BTD[..., 0].numel(),
+        )
     return ModelProfile(
         embedding=measure(embedding, lambda: embedding(batch)),
         blocks=tuple(blocks),
         decoder=decoder,
-    )
-
-
-def _limit_passing(cost: BlockCost, hidden_BTD: Tensor, tokens: int, examples: int) -> BlockCost:
-    """Replace what a head keeps by the gradient of its input, as it computes piece by piece."""
-    whole = cost.stash_bytes + cost.passing_bytes
-    return replace(
-        cost,
-        stash_bytes=hidden_BTD.nbytes / examples,
-        passing_bytes=whole,
-        passing_most_bytes=whole * examples * tokens / hidden_BTD.shape[:-1].numel(),
     )
 
 
