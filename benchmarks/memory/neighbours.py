@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ class NearSession(RemoteSession):
         """To a thread that plays all stages behind."""
         assert config is not None
         left, right = make_memory_pair(name, "device")
-        answering_thread(lambda: answer(right))
+        client: NearClient = self.client  # type: ignore[assignment]
+        answering_thread(lambda: answer(right, client.wait))
         return left
 
 
@@ -91,8 +93,9 @@ class NearClient:
 
     silent = False
 
-    def __init__(self, splitter: Splitter) -> None:
-        self.splitter = splitter
+    def __init__(self, splitter: Splitter, wait: Callable[[], object] = bool) -> None:
+        """Answer hidden states as soon as ``wait`` returns."""
+        self.splitter, self.wait = splitter, wait
         self.held: dict[SessionKey, tuple[str, ...]] = {}
 
     def open_session(self, request: object) -> None:
@@ -123,14 +126,24 @@ class NearEdge(HostedEdge):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnEdge(HostedEdge):
-    """The edge of a control unit that serves it itself; ``feed`` plays the last device."""
+    """The edge of a control unit that serves it itself.
 
-    feed: Callable[[Link], None]
+    ``feed`` plays the last device, and calls a function after each step but its last. No stage is
+    answered before, so that both ends of the pipeline work at the same time.
+    """
+
+    feed: Callable[[Link, Callable[[], None]], None]
+    fed: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     def hold_targets(self, hosted: RemoteStage) -> None:
         """Run the session, which is open and filled; its targets come in frames."""
-        with hosted.session.connect(LinkConfig()) as link:
-            self.feed(link)
+
+        def play() -> None:
+            with hosted.session.connect(LinkConfig()) as link:
+                self.feed(link, self.fed.release)
+            self.fed.release()
+
+        answering_thread(play)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,15 +173,20 @@ class NearFleet(RemoteFleet):
     @contextmanager
     def _make_client(self, hop: NextHop) -> Iterator[Any]:  # type: ignore[override]
         assert hop.name.startswith(ID)
-        yield NearClient(self.splitter)
+        edge = self.edges[""]
+        waits = (
+            {"wait": partial(edge.fed.acquire, timeout=WAIT_S)} if isinstance(edge, OwnEdge) else {}
+        )
+        yield NearClient(self.splitter, **waits)
 
 
-def answer(link: MemoryLink) -> None:
-    """Play the stages behind: a random gradient for every hidden state."""
+def answer(link: MemoryLink, wait: Callable[[], object] = bool) -> None:
+    """Play the stages behind: a random gradient for every hidden state, when ``wait`` returns."""
     while (frame := link.receive(deadline_s=WAIT_S)).kind is not FrameKind.END:
         if frame.kind is FrameKind.ACTIVATION:
             hidden = frame.tensors[HIDDEN]
             wanted = frame.scalars[LEARNS]
+            wait()
             reply = Frame(
                 kind=FrameKind.GRADIENT,
                 step=frame.step,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class Player:
                     address=server.address,
                     service=service,
                     deadline_s=WAIT_S,
-                    feed=lambda link: self._feed(link, learns=True),
+                    feed=lambda link, tell: self._feed(link, learns=True, tell=tell),
                 )
             )
 
@@ -161,8 +161,8 @@ class Player:
         self._feed(up, learns=True)
         serving.join(WAIT_S)
 
-    def _feed(self, link: Link, *, learns: bool) -> None:
-        """Play the stages before: one micro-batch per step, then the end."""
+    def _feed(self, link: Link, *, learns: bool, tell: Callable[[], None] = lambda: None) -> None:
+        """Play the stages before: one micro-batch per step; ``tell`` of each but the last."""
         batch, width = self._batch(), self._splitter.config.hidden_size
         weight = float(self._splitter.weight_of(batch))
         scalars = {"weight": weight, "scale": 1.0, LEARNS: float(learns or not self._frozen())}
@@ -174,6 +174,8 @@ class Player:
             frame = Frame(kind=FrameKind.ACTIVATION, step=index, tensors=tensors, scalars=scalars)
             link.send(frame, deadline_s=WAIT_S)
             link.receive(deadline_s=WAIT_S)
+            if index < self._order.steps - 1:
+                tell()
         link.send(Frame(kind=FrameKind.END, step=self._order.steps), deadline_s=WAIT_S)
 
     def _frozen(self) -> bool:

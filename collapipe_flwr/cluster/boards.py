@@ -23,6 +23,7 @@ from collapipe_flwr.costs.arrays import Array
 from collapipe_flwr.costs.tables import BlockTable, tabulate_blocks
 from collapipe_flwr.costs.work import (
     PricingOptions,
+    count_held_bytes,
     count_segment_bytes,
     find_least_flight,
 )
@@ -287,8 +288,9 @@ class Cut:
         size = self.setting.size
         trained = sum(_ADAMW_COPIES * cost.parameter_bytes for cost, _ in costs)
         state = sum(cost.state_bytes for cost, _ in costs)
-        flight = int(size * sum(cost.stash_bytes * count for cost, count in costs))
-        passing = int(size * max(passing_bytes, *(cost.passing_bytes for cost, _ in costs)))
+        held = [count_held_bytes(cost, size, count) for cost, count in costs]
+        flight = int(sum(float(kept) for kept, _ in held))
+        passing = int(max(size * passing_bytes, *(float(once) for _, once in held)))
         return Load(
             board=board,
             part=part,

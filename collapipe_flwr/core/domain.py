@@ -28,7 +28,8 @@ Matrix = tuple[tuple[float, ...], ...]  # of numbers by pair of members
 class BlockCost:
     """The costs per example of one piece of the model: embedding, encoder block or decoder.
 
-    ``state_bytes`` is independent of the batch: weights + gradients + optimizer state.
+    ``state_bytes`` is independent of the batch: weights + gradients + optimizer state. A pass may
+    go piece by piece where a micro-batch would take more memory at once.
     """
 
     forward_flop: float
@@ -38,6 +39,8 @@ class BlockCost:
     stash_bytes: float  # activations kept between forward and backward
     output_bytes: float  # activations at the cut behind this piece, before a link codes them
     passing_bytes: float = 0.0  # temporary tensors of a pass, such as gradients
+    piece_stash_bytes: float = 0.0  # instead of `stash_bytes`, where a pass goes piece by piece
+    piece_bytes: float = inf  # temporary tensors of one piece, whatever the batch; inf: no pieces
     returns: bool = True  # whether a gradient comes back over that cut: not where nothing trains
     frozen_bytes: int = 0  # of the parameters: no optimizer's, and devices keep them over rounds
 

@@ -65,6 +65,8 @@ class EndTable:
     state_bytes: Array
     stash_bytes: Array
     passing_bytes: Array
+    piece_stash_bytes: Array
+    piece_bytes: Array
 
     def of(self, clusters: Ints | int) -> EndTable:
         """Return the costs in these clusters."""

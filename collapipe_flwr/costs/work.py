@@ -223,8 +223,19 @@ def count_end_bytes(
     cost: BlockCost | EndTable, size: Array | float, flight: Array | float
 ) -> Array:
     """Return peak bytes of embedding or decoder, ``flight`` micro-batches of ``size`` in flight."""
-    each = np.asarray(flight) * cost.stash_bytes + cost.passing_bytes
-    return np.asarray(cost.state_bytes + size * each)
+    kept, passing = count_held_bytes(cost, size, flight)
+    return np.asarray(cost.state_bytes + (kept + passing))
+
+
+def count_held_bytes(
+    cost: BlockCost | EndTable, size: Array | float, flight: Array | float
+) -> tuple[Array, Array]:
+    """Return bytes of ``flight`` micro-batches in flight, and of temporary tensors in a pass."""
+    in_flight = np.asarray(size * np.asarray(flight))
+    kept, passing = in_flight * cost.stash_bytes, size * np.asarray(cost.passing_bytes)
+    kept_beside = in_flight * cost.piece_stash_bytes
+    whole = kept + passing <= kept_beside + cost.piece_bytes
+    return np.where(whole, kept, kept_beside), np.where(whole, passing, cost.piece_bytes)
 
 
 def count_kept_bytes(blocks: BlockTable, options: PricingOptions) -> tuple[Array, Array]:

@@ -220,8 +220,11 @@ class BorrowedTable:
 class LossPart(Part):
     """The last part of a model, whose ``outputs`` have a loss.
 
-    It may own tables of which the embedding borrows rows.
+    It may own tables of which the embedding borrows rows. ``piece_tokens`` are the most tokens of
+    which scores and their gradients are there at once; None without limit.
     """
+
+    piece_tokens: int | None = None
 
     def __init__(
         self, model: nn.Module, holdings: Holdings, weights: Weights, objective: Objective

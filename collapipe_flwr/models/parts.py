@@ -5,9 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from itertools import chain
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.generic import ModelOutput
 
 from collapipe_flwr.core.domain import IGNORED_LABEL
@@ -22,10 +25,25 @@ from collapipe_flwr.models.module_call import (
     list_arguments,
     stop_forward,
 )
+from collapipe_flwr.models.next_tokens import (
+    Piece,
+    average_pieces,
+    count_piece_tokens,
+    cut_tokens,
+)
 from collapipe_flwr.models.part import Borrower, LossPart, Part, Weights
 from collapipe_flwr.models.skeleton import make_blank_pixels
 from collapipe_flwr.models.stack import Around, PartCache, Perturb, Stack, disable_cache
-from collapipe_flwr.models.tasks import LABELS, ModelTask, Objective, numbers_of
+from collapipe_flwr.models.tasks import (
+    CAUSAL_LM,
+    LABELS,
+    Batch,
+    ModelTask,
+    Objective,
+    choose_best,
+    numbers_of,
+    scores_of,
+)
 
 _LIMITS = ("vocab_size", "max_position_embeddings", "image_size", "max_source_positions")
 
@@ -156,6 +174,9 @@ class EdgePart(LossPart):
         self._accepted = {*list_arguments(stack.model)} - {stack.family.entry, "encoder_outputs"}
         if objective.loss is not None and not stack.family.decodes:
             self._accepted -= {LABELS}  # else the library computes a loss that is not used
+        if self._works_by_token(objective):
+            vocabulary = stack.model.config.get_text_config().vocab_size
+            self.piece_tokens = count_piece_tokens(vocabulary)
         if not stack.family.decodes:
             # The head calls its base model as always, and gets what the devices computed. The
             # reference is weak, so that memory is freed as soon as the part is dropped.
@@ -163,6 +184,33 @@ class EdgePart(LossPart):
             stack.module.forward = lambda *args, **kwargs: _dereference(edge)._finish(
                 *args, **kwargs
             )
+
+    def forward(self, hidden_BTD: Tensor, context: Batch) -> Tensor:
+        """Compute the loss as ``LossPart`` does, of a language model over pieces of the tokens."""
+        pieces = self._cut_tokens(context)
+        if not pieces or self.weight_of(context) == 0:
+            return super().forward(hidden_BTD, context)
+        return average_pieces(
+            lambda *piece: self._objective.loss_of(self._score(*piece), context),
+            self._stack.run_blocks(hidden_BTD, context),
+            pieces,
+        )
+
+    def judge(
+        self, hidden_BTD: Tensor, context: Batch, *, scores: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Compute loss and predictions as ``LossPart`` does, ids over pieces of the tokens."""
+        pieces = [] if scores else self._cut_tokens(context, every=True)
+        if not pieces:
+            return super().judge(hidden_BTD, context, scores=scores)
+        tokens = self._stack.run_blocks(hidden_BTD, context).flatten(0, 1)
+        loss, ids = tokens.new_zeros(()), list[Tensor]()
+        for piece in pieces:
+            found = self._score(tokens[piece.places_BT], piece.labels_BT)
+            if piece.share:
+                loss = loss + self._objective.loss_of(found, context) * piece.share
+            ids.append(choose_best(scores_of(found))[piece.stands_BT])
+        return loss, torch.cat(ids).view(hidden_BTD.shape[:2])
 
     def outputs(self, hidden_BTD: Tensor, context: Mapping[str, Tensor]) -> ModelOutput:
         """Compute the task head's full output: ``logits``, and ``loss`` where there are labels."""
@@ -178,6 +226,29 @@ class EdgePart(LossPart):
     def generate(self, prompt: Prompt, emit: Emit, ask: Ask) -> Tensor:
         """Generate the new token ids (T,) of one text; see ``generation.generate``."""
         return generate(self.model, self._stack, prompt, emit, ask)
+
+    def _works_by_token(self, objective: Objective) -> bool:
+        """Return whether the head is the library's for next tokens, frozen and without dropout."""
+        stack, model = self._stack, self._stack.model
+        if self._task.name != CAUSAL_LM or self._own_head or stack.family.decodes:
+            return False
+        if objective.loss is not None or model.loss_function is not ForCausalLMLoss:
+            return False
+        in_blocks = {id(module) for block in stack.blocks for module in block.modules()}
+        outside = [module for module in model.modules() if id(module) not in in_blocks]
+        drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in outside)
+        own = chain.from_iterable(module.parameters(recurse=False) for module in outside)
+        return not drops and not any(parameter.requires_grad for parameter in own)
+
+    def _cut_tokens(self, context: Batch, *, every: bool = False) -> list[Piece]:
+        if self.piece_tokens is None or LABELS not in context:
+            return []
+        return cut_tokens(context[LABELS], self.piece_tokens, every=every)
+
+    def _score(self, hidden_BTD: Tensor, labels_BT: Tensor) -> ModelOutput:
+        """Compute the head's output of a piece."""
+        given = {self._stack.family.entry: hidden_BTD, LABELS: labels_BT}
+        return self._call(**given, **disable_cache(self.model))
 
     def _call(self, **arguments: Any) -> ModelOutput:
         try:

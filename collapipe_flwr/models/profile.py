@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -116,14 +116,23 @@ def _profile(splitter: AnySplitter, shape: BatchShape, optimizer_bytes: StateByt
             learns = hidden_BTD.requires_grad or any(p.requires_grad for p in block.parameters())
             hidden_BTD = hidden_BTD.detach().requires_grad_(learns)
         blocks.append(known[kind])
+    decoder = measure(
+        edge,
+        lambda: _choose_numbers(edge.outputs(_make_leaf(hidden_BTD), context)),
+        sends=False,
+    )
+    if edge.piece_tokens is not None:
+        # What is live in a pass grows with tokens; the gradient of the input is kept instead.
+        live_bytes = examples * (decoder.stash_bytes + decoder.passing_bytes)
+        decoder = replace(
+            decoder,
+            piece_stash_bytes=hidden_BTD.nbytes / examples,
+            piece_bytes=live_bytes * edge.piece_tokens / hidden_BTD[..., 0].numel(),
+        )
     return ModelProfile(
         embedding=measure(embedding, lambda: embedding(batch)),
         blocks=tuple(blocks),
-        decoder=measure(
-            edge,
-            lambda: _choose_numbers(edge.outputs(_make_leaf(hidden_BTD), context)),
-            sends=False,
-        ),
+        decoder=decoder,
     )
 
 

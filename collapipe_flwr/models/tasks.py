@@ -35,6 +35,7 @@ from collapipe_flwr.models.spec import ModelSpec
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]  # outputs of forward, batch -> scalar mean
 
+CAUSAL_LM = "causal-lm"
 LABELS = "labels"
 LABEL_NAMES = (LABELS, "label")  # of a batch: as transformers, or as data sets call them
 EXAMPLES = "examples"
@@ -85,9 +86,7 @@ _TASKS = (
         label_per_example=True,
     ),
     ModelTask("masked-lm", (AutoModelForMaskedLM,)),
-    ModelTask(
-        "causal-lm", (AutoModelForCausalLM,), lambda labels_BT: count_labels(labels_BT[:, 1:])
-    ),
+    ModelTask(CAUSAL_LM, (AutoModelForCausalLM,), lambda labels_BT: count_labels(labels_BT[:, 1:])),
     ModelTask("seq2seq", (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)),
 )
 TASKS: Mapping[str, ModelTask] = {task.name: task for task in _TASKS}

@@ -46,7 +46,7 @@ def test_the_table_of_slow_rounds_is_the_recorded_bench() -> None:
 
 
 def test_the_table_of_predictions_is_the_recorded_bench() -> None:
-    """Devices and control units are within 10 %, heads within two tensors of logits."""
+    """Devices and control units are within 7 %, heads within 15 %."""
     cases = [
         case
         for file in sorted((ROOT / "docs/results/boards").glob("*.json"))
@@ -56,10 +56,7 @@ def test_the_table_of_predictions_is_the_recorded_bench() -> None:
     assert measured_table(cases) in text
     for case in cases:
         seen, said = case["lasting_bytes"], case["predicted_bytes"]
-        if case["role"] == "edge":
-            assert abs(said - seen) < 2 * 96 * 2**20 + 0.1 * seen
-        elif case["role"] != "control-unit-and-edge":
-            assert seen and abs(said / seen - 1) < 0.1
+        assert abs(said / seen - 1) < (0.15 if case["role"].endswith("edge") else 0.07)
 
 
 def test_the_table_of_memory_is_the_recorded_bench() -> None:

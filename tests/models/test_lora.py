@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim import AdamW
 from transformers import BertForMaskedLM
 
 from collapipe_flwr.core.errors import ConfigError, ModelError
+from collapipe_flwr.models import next_tokens
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.profile import profile_model
 from collapipe_flwr.models.saving import save_adapter, save_whole
@@ -23,6 +25,7 @@ from collapipe_flwr.models.spec import BatchShape, LoraConfig, ModelSpec, spec_o
 from collapipe_flwr.models.splitter import Splitter
 from collapipe_flwr.models.tasks import find_auto_class
 from tests.closeness import assert_near
+from tests.models.conftest import VOCABULARY
 from tests.skeletons import skeletons_are_copied  # noqa: F401
 from tests.thorough import few
 
@@ -219,6 +222,23 @@ def test_the_profile_knows_what_is_frozen(tiny: Any, tmp_path: Path) -> None:
     assert lora.embedding.backward_flop == 0
     assert lora.blocks[0].backward_flop < block.backward_flop  # no gradient for the embedding
     assert lora.embedding.parameter_bytes == 0
+
+
+def test_the_profile_knows_that_frozen_heads_work_piece_by_piece(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 8 tokens' scores and gradients as many are there as a piece has."""
+    base = checkpoint(tiny, "llama", "causal-lm", tmp_path)
+    splitter = Splitter(adapted(base, "causal-lm"))
+    shape = BatchShape(source_length=8)
+    head = profile_model(splitter, shape).decoder
+    live = head.stash_bytes + head.passing_bytes
+    assert live > 3 * 8 * VOCABULARY * 4
+    assert head.piece_stash_bytes == 8 * splitter.config.hidden_size * 4
+    monkeypatch.setattr(next_tokens, "PIECE_BYTES", 4 * VOCABULARY * 6)
+    assert profile_model(splitter, shape).decoder.piece_bytes == pytest.approx(live * 6 / 8)
+    full = Splitter(make_spec("causal-lm", pretrained=base))
+    assert profile_model(full, shape).decoder.piece_bytes == inf
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.02), ("int8", 0.03)])
