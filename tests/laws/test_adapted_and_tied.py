@@ -16,6 +16,7 @@ from collapipe_flwr.cluster.control_unit import train_round
 from collapipe_flwr.cluster.fleet import ThreadFleet
 from collapipe_flwr.cluster.hosted import ThreadEdge
 from collapipe_flwr.cluster.order import LearningSettings, TrainingOrder
+from collapipe_flwr.models import next_tokens
 from collapipe_flwr.models.describing import make_spec
 from collapipe_flwr.models.saving import save_whole
 from collapipe_flwr.models.spec import LoraConfig
@@ -196,6 +197,39 @@ def test_adapters_train_alike_whatever_the_cut(adapted: Splitter) -> None:
     assert largest_difference(found, weights) > 1e-3
     without = train_split(adapted, weights, one, steps, ADAMW, dropout_seed=5)[0]
     assert without != near(losses)
+
+
+@pytest.mark.parametrize(
+    ("execution", "tolerance"),
+    [
+        (Execution(), 1e-5),
+        (Execution(recompute=True), 1e-5),
+        (Execution(precision="bf16"), 1e-3),  # numbers that round to others in it
+    ],
+    ids=str,
+)
+def test_adapters_train_alike_whatever_a_head_scores_at_once(
+    execution: Execution, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = _splitter("llama", "causal-lm", {})
+    save_whole(plain.spec, plain.initial_weights(seed=1), tmp_path)
+    lora = LoraConfig(rank=2, dropout=0.2)
+    spec = make_spec("causal-lm", pretrained=str(tmp_path), edge_blocks=1, lora=lora)
+    splitter = Splitter(spec)
+    weights, steps = splitter.initial_weights(seed=1), _steps(splitter, CUT, count=3)
+    runs = []
+    for tokens in (50, 5, 3):
+        monkeypatch.setattr(next_tokens, "PIECE_BYTES", 4 * 50 * tokens)
+        assert splitter.build_edge(weights).piece_tokens == tokens
+        cut = _cut(splitter)
+        runs.append(
+            train_split(splitter, weights, cut, steps, SGD, dropout_seed=4, execution=execution)
+        )
+    (losses, expected), *others = runs
+    moved = largest_difference(expected, weights)
+    for cut_losses, found in others:
+        assert cut_losses == pytest.approx(losses, rel=tolerance)
+        assert largest_difference(found, expected) <= 10 * tolerance * moved
 
 
 def test_nothing_goes_back_to_a_frozen_embedding(adapted: Splitter) -> None:
