@@ -38,7 +38,7 @@ _COLUMNS = (
 _LOOK_S = 1.0
 _COLOURS = {"ready": "green", "stopping": "yellow", "away": "red"}
 _GIB, _MIB = 2**30, 2**20
-_HELD = ("frozen", "trained", "in flight", "passing", "message", "libraries", "peak", "allowed")
+_HELD = ("frozen\ntrained", "in flight\npassing", "message\nlibraries", "peak\nallowed")
 
 
 def show_measurements(found: Measurements, console: Console) -> None:
@@ -245,15 +245,19 @@ def settings_table(found: Survey) -> Table:
 
 
 def loads_table(verdict: Verdict) -> Table:
-    """Build a table with a line per board, control unit first."""
+    """Build a table with two lines per board, control unit first, and so two numbers in a cell."""
     title = f"MiB on each board, {verdict.setting.words}"
-    table = number_table(title, ("board", "part"), _HELD)
+    table = number_table(title, ("board\npart",), _HELD)
     for load in verdict.loads:
-        table.add_row(load.board, load.part, *_cells(load))
+        table.add_row(f"{load.board}\n{load.part}", *_cells(load))
     return table
 
 
-def _cells(load: Load) -> tuple[str, ...]:
-    held = (load.frozen_bytes, load.trained_bytes, load.flight_bytes, load.passing_bytes)
-    whole = (load.message_bytes, load.library_bytes, load.bytes, load.room_bytes)
-    return tuple(cell(size, _MIB, 0) for size in (*held, *whole))
+def _cells(load: Load) -> Iterator[str]:
+    pairs = (
+        (load.frozen_bytes, load.trained_bytes),
+        (load.flight_bytes, load.passing_bytes),
+        (load.message_bytes, load.library_bytes),
+        (load.bytes, load.room_bytes),
+    )
+    return ("\n".join(cell(size, _MIB, 0) for size in pair) for pair in pairs)
