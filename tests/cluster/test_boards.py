@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from collapipe_flwr.cli import app
@@ -27,6 +29,7 @@ from collapipe_flwr.core.domain import BlockCost, ModelProfile
 from collapipe_flwr.core.errors import ConfigError
 from collapipe_flwr.costs.work import PricingOptions
 from collapipe_flwr.models.spec import BatchShape
+from collapipe_flwr.reporting.tables import show_boards
 from collapipe_flwr.simulation.devices import PRESETS
 from tests.thorough import examples
 
@@ -177,6 +180,18 @@ def test_what_does_not_fit_says_how_many_boards_would() -> None:
     code, output = run("llama", "--overrides", shape, "--boards", "0.4gb,0.4gb")
     assert code == 1 and "do not train llama in any of these settings; in the last" in output
     assert "2 of 2gb" in output
+
+
+def test_names_of_boards_stay_whole_on_a_narrow_terminal() -> None:
+    boards = ["jetson-orin-nano-8gb", "raspberry-pi-4-4gb", "raspberry-pi-5-8gb"]
+    shape = BatchShape(source_length=8)
+    request = ModelChoice(model="llama", overrides=TINY, shape=shape, lora_rank=2)
+    found = survey(request, boards, ["nf4"], [8], [1], 4, PLANS)
+    shown = StringIO()
+    show_boards(found, Console(width=80, file=shown))
+    text = shown.getvalue()
+    assert all(f" {name} " in text for name in boards)
+    assert " control unit " in text and " head " in text
 
 
 def test_wrong_words_are_one_sentence() -> None:
