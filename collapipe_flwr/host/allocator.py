@@ -3,9 +3,11 @@
 glibc gives every thread a heap of its own, and memory freed in one cannot serve another, while a
 host receives, computes and sends in different threads. It also returns freed tensors to the system
 at once, only to ask for the same pages again with the next micro-batch. One heap for all threads
-that keeps free memory while steps run saves that work, and its peak is the same. When a session
-begins or ends, free memory is returned to the system if there is much of it: the next round would
-ask for a few pages again, which costs more than they are worth.
+that keeps free memory while steps run saves that work. It costs memory where large tensors come and
+go, as at a head, since they leave gaps in which the next ones may not fit: the peak is higher, and
+not the same in every run. When a session begins or ends, free memory is returned to the system if
+there is much of it: the next round would ask for a few pages again, which costs more than they are
+worth.
 
 The heap asks for large pages as well: with pages of 4 KiB, matrix products wait for the processor's
 table of page addresses, most of all in virtual machines. This has an effect where the kernel gives
