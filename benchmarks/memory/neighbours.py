@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,7 @@ class NearClient:
 
     silent = False
 
-    def __init__(self, splitter: Splitter, wait: Callable[[], object] = bool) -> None:
+    def __init__(self, splitter: Splitter, wait: Callable[[], None] = lambda: None) -> None:
         """Answer hidden states as soon as ``wait`` returns."""
         self.splitter, self.wait = splitter, wait
         self.held: dict[SessionKey, tuple[str, ...]] = {}
@@ -145,6 +144,11 @@ class OwnEdge(HostedEdge):
 
         answering_thread(play)
 
+    def await_step(self) -> None:
+        """Return when the last device has done one more step; raises TimeoutError."""
+        if not self.fed.acquire(timeout=WAIT_S):
+            raise TimeoutError("the edge did not do its step")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearFleet(RemoteFleet):
@@ -174,13 +178,11 @@ class NearFleet(RemoteFleet):
     def _make_client(self, hop: NextHop) -> Iterator[Any]:  # type: ignore[override]
         assert hop.name.startswith(ID)
         edge = self.edges[""]
-        waits = (
-            {"wait": partial(edge.fed.acquire, timeout=WAIT_S)} if isinstance(edge, OwnEdge) else {}
-        )
-        yield NearClient(self.splitter, **waits)
+        wait = edge.await_step if isinstance(edge, OwnEdge) else lambda: None
+        yield NearClient(self.splitter, wait)
 
 
-def answer(link: MemoryLink, wait: Callable[[], object] = bool) -> None:
+def answer(link: MemoryLink, wait: Callable[[], None] = lambda: None) -> None:
     """Play the stages behind: a random gradient for every hidden state, when ``wait`` returns."""
     while (frame := link.receive(deadline_s=WAIT_S)).kind is not FrameKind.END:
         if frame.kind is FrameKind.ACTIVATION:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from collapipe_flwr.core.domain import BlockCost
@@ -28,10 +30,7 @@ WHOLE = BlockCost(
     ],
 )
 def test_memory_stops_growing_with_the_batch(size: int, kept: float, passing: float) -> None:
-    cost = BlockCost(
-        **{name: getattr(WHOLE, name) for name in WHOLE.__slots__}
-        | {"piece_stash_bytes": 2.0, "piece_bytes": 472.0}
-    )
+    cost = replace(WHOLE, piece_stash_bytes=2.0, piece_bytes=472.0)
     assert [float(part) for part in count_held_bytes(cost, size, 1)] == [kept, passing]
     assert float(count_end_bytes(cost, size, 1)) == 1000 + kept + passing
 

@@ -227,6 +227,7 @@ def test_adapters_train_alike_whatever_a_head_scores_at_once(
         )
     (losses, expected), *others = runs
     moved = largest_difference(expected, weights)
+    assert moved > 1e-4
     for cut_losses, found in others:
         assert cut_losses == pytest.approx(losses, rel=tolerance)
         assert largest_difference(found, expected) <= 10 * tolerance * moved
